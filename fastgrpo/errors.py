@@ -1,0 +1,13 @@
+"""The one kind of error whose message is written for the user of the command.
+
+`UserError` means: the input is at fault, the message names the values and the remedy, and no traceback is worth
+printing. Everything else is a bug of ours or of a library and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """A mistake in configuration, data, reward or environment that the user can mend. The message says how."""
+
+
+class ConfigError(UserError):
+    """A mistake that the configuration alone shows, found before anything is loaded."""
