@@ -1,0 +1,140 @@
+"""The trainer's end of the worker processes: start one, give it samples, read answers, end it. No scheduling.
+
+    Nursery         the process that forks workers (see worker.py), one a runner
+    WorkerProcess   one worker
+
+The nursery is started with subprocess, not multiprocessing: neither is the user's main module imported again nor a
+process with CUDA forked. No signal handler, no thread; usable from any thread, by one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ORDER = struct.Struct("!if")  # to the nursery: process id or 0, seconds of grace
+ANSWER = struct.Struct("!i")  # from it: process id or exit code
+
+Job = tuple[int, int]  # (function, sample)
+
+_ROOT = Path(__file__).resolve().parents[2]  # the folder to import fastgrpo from
+_SEND_LIMIT_S = 60.0  # a worker that takes nothing for so long is left to its sample's timeout
+_LEAVE_LIMIT_S = 1.0  # for a worker that is asked to leave
+_CLOSE_LIMIT_S = 10.0  # for the nursery, which gives its workers a second
+
+
+class Nursery:
+    """Closed by `close`, by garbage collection, at the interpreter's exit, and by the trainer's death."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-u", "-m", "fastgrpo.reward.worker", str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(
+                command,
+                cwd=_ROOT,  # `-m` looks there first; the workers go to the trainer's folder afterwards
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # this process's standard error
+                start_new_session=True,  # Ctrl-C is the trainer's to treat
+            )
+        self.close = weakref.finalize(self, _close, self._control, process, os.getpid())
+
+    def fork(self, connection: socket.socket) -> int:
+        """Process id of a new worker that serves `connection`."""
+        socket.send_fds(self._control, [ORDER.pack(0, 0.0)], [connection.fileno()])
+        return self._answer()
+
+    def end(self, worker: int, grace_s: float) -> int:
+        """Exit code of a worker that is ended now, with all that it started, or had ended before."""
+        self._control.sendall(ORDER.pack(worker, grace_s))
+        return self._answer()
+
+    def _answer(self) -> int:
+        answer = self._control.recv(ANSWER.size, socket.MSG_WAITALL)
+        if len(answer) < ANSWER.size:
+            raise ConnectionResetError("the process that starts the reward workers has died; see its output above")
+        return ANSWER.unpack(answer)[0]
+
+
+def _close(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:  # a forked copy of the trainer: they are not its own
+        return
+    with contextlib.suppress(OSError):  # it may have died
+        control.shutdown(socket.SHUT_RDWR)
+    control.close()
+    try:
+        process.wait(_CLOSE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class WorkerProcess:
+    """`jobs` are those it was given and has not answered, the first being the one it is at since `since`."""
+
+    def __init__(self, nursery: Nursery, payloads: Sequence[tuple[str, bytes]]) -> None:
+        self._nursery = nursery
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._id = nursery.fork(theirs)
+        self.socket.settimeout(_SEND_LIMIT_S)
+        self.ready = False  # whether it has loaded the functions
+        self.overdue = False  # whether it is slower than the runner's patience
+        self.jobs: deque[Job] = deque()
+        self.since = time.monotonic()
+        self._unread = b""
+        self._send((os.getcwd(), sys.path))
+        self._send(list(payloads))
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.jobs
+
+    def give(self, function: int, samples: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        self.jobs.extend((function, sample) for sample, _ in samples)
+        self.since = time.monotonic()
+        self._send((function, list(samples)))
+
+    def read(self) -> list[Any] | None:
+        """What it has answered, if the socket is readable; None: it has died."""
+        try:
+            received = self.socket.recv(1 << 20)
+        except OSError:
+            received = b""
+        if not received:
+            return None
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        self.since, self.overdue = time.monotonic(), False
+        return [json.loads(line) for line in lines]
+
+    def hang_up(self) -> None:
+        """Ask it to leave. Shut down, not only closed: a forked copy of the trainer may hold the socket too."""
+        with contextlib.suppress(OSError):  # it may have died
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def end(self) -> str:
+        """End it and all that it started: at once if it is at a sample. Returns how it ended, e.g. "exit code 1"."""
+        grace_s = _LEAVE_LIMIT_S if self.idle else 0.0
+        self.hang_up()
+        code = self._nursery.end(self._id, grace_s)
+        return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+
+    def _send(self, message: object) -> None:
+        # One that died meanwhile is noticed by read(), at the end of its stream.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.socket.sendall(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

@@ -1,0 +1,281 @@
+"""Runs reward functions on the samples of a step, in worker processes that can be killed.
+
+    jobs (function, sample) -> queue -> few at a time to each worker -> outcomes -> one Score a sample, in order
+
+A call that takes longer than `timeout_s` costs its worker: the process group is killed, another one started, and that
+sample is "timeout" for that function. A sample that kills its worker is "error". Neither is a 0: the sample is unscored
+and counted. What can only be a mistake of the user's ends the run instead: a value that is no score, a function that
+cannot be loaded, one that raises the same error on the whole first batch or never comes back.
+
+How many jobs a message holds follows from the speed seen so far, so that slow functions are spread and fast ones do not
+pay for messages. A worker that is far slower than its function's mean is `overdue`: what it has not begun goes to
+others (if it gets to it after all, the first answer counts), and a spare worker stands in for it. So a few hanging
+samples cost one timeout together, not one each.
+Everything happens in the thread that calls `score`, one call at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from fastgrpo.errors import UserError
+from fastgrpo.records import RewardRequest, Score
+from fastgrpo.reward.function import Outcome, RewardFunction, arguments_of
+from fastgrpo.reward.process import Job, Nursery, WorkerProcess
+from fastgrpo.reward.total import refuse_if_all_raise, total
+
+_MESSAGE_S = 0.02  # work that one message should hold
+_MESSAGE_JOBS = 64  # and the most jobs in it
+_SPARE_WORKERS = 16  # most that stand in for overdue ones
+_LOAD_LIMIT_S = 300.0  # for importing the user's module
+
+
+@dataclass(slots=True)
+class _Speed:
+    calls: int = 0
+    seconds: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.calls
+
+
+@dataclass(slots=True)
+class _Batch:
+    requests: Sequence[RewardRequest]
+    queue: deque[Job] = field(default_factory=deque)
+    outcomes: dict[Job, Outcome] = field(default_factory=dict)
+
+
+class RewardRunner:
+    """Reward functions and the processes they run in, which start with the first call and serve all later ones."""
+
+    def __init__(self, functions: Sequence[RewardFunction], num_workers: int, timeout_s: float) -> None:
+        """`num_workers` processes; `timeout_s` seconds for one function on one sample."""
+        self.functions = tuple(functions)
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._payloads = [(str(function), _pickled(function)) for function in functions]
+        self._speeds = [_Speed() for _ in functions]
+        self._first = True  # no batch has been scored yet
+        self._nursery: Nursery | None = None
+        self._workers: list[WorkerProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the workers and wait until one has loaded every function. UserError when one cannot be loaded.
+        `score` does it too; calling it early shows the mistake before the model is loaded."""
+        with self._lock, self._killing_on_error():
+            batch = _Batch(())
+            self._staff(batch)
+            while not any(worker.ready for worker in self._workers):
+                self._turn(batch)
+                self._staff(batch)
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
+        """One Score a request, in the order of the requests. From any thread. UserError for a mistake in a function."""
+        if not requests:
+            return []
+        with self._lock, self._killing_on_error():
+            batch = _Batch(requests, deque((f, i) for f in range(len(self.functions)) for i in range(len(requests))))
+            num_jobs = len(batch.queue)
+            while len(batch.outcomes) < num_jobs:
+                self._staff(batch)
+                self._hand_out(batch)
+                self._turn(batch)
+            if self._first:
+                for f, function in enumerate(self.functions):
+                    refuse_if_all_raise(function, [batch.outcomes[f, i] for i in range(len(requests))])
+                self._first = False
+            self._rest()
+        indices = range(len(self.functions))
+        return [total(self.functions, [batch.outcomes[f, i] for f in indices]) for i in range(len(requests))]
+
+    def close(self) -> None:
+        """End the workers. A later `score` would start new ones."""
+        with self._lock:
+            self._end_all()
+
+    # the loop
+
+    def _turn(self, batch: _Batch) -> None:
+        """Wait for answers or the next limit, and treat both."""
+        for key, _ in self._selector.select(self._next_limit()):
+            worker: WorkerProcess = key.data
+            answers = worker.read()
+            if answers is None:
+                self._on_death(worker, batch)
+                continue
+            for answer in answers:
+                self._on_answer(worker, answer, batch)
+        for worker in tuple(self._workers):
+            self._check_limits(worker, batch)
+
+    def _on_answer(self, worker: WorkerProcess, answer: Any, batch: _Batch) -> None:
+        if answer == "ready":
+            worker.ready = True
+        elif isinstance(answer, dict):
+            raise UserError(answer["broken"])
+        else:
+            sample, seconds, kind, *rest = answer
+            job = worker.jobs.popleft()
+            assert job[1] == sample
+            speed = self._speeds[job[0]]
+            speed.calls, speed.seconds = speed.calls + 1, speed.seconds + seconds
+            # It may be answered already: jobs of an overdue worker are given to others, and the first answer counts.
+            batch.outcomes.setdefault(job, self._outcome(job[0], kind, rest))
+
+    def _outcome(self, function: int, kind: str, rest: list[Any]) -> Outcome:
+        if kind == "scored":
+            score, details = rest
+            return Outcome("unscored" if score is None else "scored", score, details)
+        if kind == "raised":
+            text, where, trace = rest
+            return Outcome("error", error=text, where=where, trace=trace)
+        raise UserError(
+            f"{self.functions[function]} returned {rest[0]}. Expected is one finite number for the one sample it is "
+            'called with, None (the sample cannot be scored), or a dict {"score": number, ...}.'
+        )
+
+    def _on_death(self, worker: WorkerProcess, batch: _Batch) -> None:
+        """The sample it was at is an error; those that it had not begun go back."""
+        how = self._remove(worker).end()
+        if not worker.ready:
+            names = ", ".join(str(function) for function in self.functions)
+            raise UserError(f"a worker process ended with {how} while it loaded {names}; see its output above.")
+        if worker.jobs:
+            job = worker.jobs.popleft()
+            batch.outcomes.setdefault(job, Outcome("error", error=f"its process ended with {how}"))
+            batch.queue.extendleft(reversed(worker.jobs))
+
+    def _check_limits(self, worker: WorkerProcess, batch: _Batch) -> None:
+        elapsed = time.monotonic() - worker.since
+        if not worker.ready:
+            if elapsed > _LOAD_LIMIT_S:
+                names = ", ".join(str(function) for function in self.functions)
+                raise UserError(
+                    f"loading {names} took more than {_LOAD_LIMIT_S:g} s. Make the import of its file faster."
+                )
+        elif worker.jobs and elapsed > self._timeout_s:
+            self._remove(worker).end()
+            job = worker.jobs.popleft()
+            batch.outcomes.setdefault(job, Outcome("timeout", error=f"no answer within {self._timeout_s:g} s"))
+            if not worker.overdue:
+                batch.queue.extendleft(reversed(worker.jobs))
+            self._refuse_if_never_back(job[0], batch)
+        elif worker.jobs and not worker.overdue and elapsed > self._patience(worker.jobs[0][0]):
+            worker.overdue = True
+            batch.queue.extendleft(list(worker.jobs)[:0:-1])
+
+    def _patience(self, function: int) -> float:
+        """Seconds after which a call is out of the ordinary; infinite as long as nothing is known."""
+        speed = self._speeds[function]
+        return max(self._timeout_s / 10, 10 * speed.mean) if speed.calls else float("inf")
+
+    def _next_limit(self) -> float:
+        """Seconds until some worker reaches a limit."""
+        limits = []
+        for worker in self._workers:
+            if not worker.ready:
+                limits.append(worker.since + _LOAD_LIMIT_S)
+            elif worker.jobs:
+                patience = float("inf") if worker.overdue else self._patience(worker.jobs[0][0])
+                limits.append(worker.since + min(self._timeout_s, patience))
+        return max(0.0, min(limits) - time.monotonic()) + 1e-3  # rather just after the limit than just before
+
+    # the workers
+
+    def _staff(self, batch: _Batch) -> None:
+        """Start workers where any are missing, also spare ones while there is work."""
+        while True:
+            fit = sum(not worker.overdue for worker in self._workers)
+            limit = self._num_workers + _SPARE_WORKERS if batch.queue else self._num_workers
+            if fit >= self._num_workers or len(self._workers) >= limit:
+                return
+            self._nursery = self._nursery or Nursery()
+            worker = WorkerProcess(self._nursery, self._payloads)
+            self._workers.append(worker)
+            self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+
+    def _hand_out(self, batch: _Batch) -> None:
+        for worker in self._workers:
+            while batch.queue and batch.queue[0] in batch.outcomes:
+                batch.queue.popleft()
+            if not batch.queue:
+                return
+            if worker.idle:
+                function = batch.queue[0][0]
+                samples = self._take(function, batch)
+                worker.give(function, [(i, arguments_of(batch.requests[i])) for i in samples])
+
+    def _take(self, function: int, batch: _Batch) -> list[int]:
+        """The next samples for one message: as many as _MESSAGE_S holds, and no more than an even share."""
+        speed = self._speeds[function]
+        held = int(_MESSAGE_S / max(speed.mean, 1e-9)) if speed.calls else 1
+        most = max(1, min(held, _MESSAGE_JOBS, len(batch.queue) // self._num_workers))
+        samples: list[int] = []
+        while batch.queue and batch.queue[0][0] == function and len(samples) < most:
+            job = batch.queue.popleft()
+            if job not in batch.outcomes:
+                samples.append(job[1])
+        return samples
+
+    def _rest(self) -> None:
+        """After a batch: replace the workers that were killed, so that the next call finds them ready; end the spare
+        ones and those still at a sample that another has answered."""
+        for worker in [w for w in self._workers if w.jobs]:
+            self._remove(worker).end()
+        for worker in self._workers[self._num_workers :]:
+            self._remove(worker).end()
+        self._staff(_Batch(()))
+
+    def _remove(self, worker: WorkerProcess) -> WorkerProcess:
+        self._selector.unregister(worker.socket)
+        self._workers.remove(worker)
+        return worker
+
+    def _end_all(self) -> None:
+        for worker in tuple(self._workers):
+            self._remove(worker).hang_up()
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
+
+    @contextlib.contextmanager
+    def _killing_on_error(self) -> Iterator[None]:
+        """What interrupts a batch leaves workers amid their jobs: end them, so that the next call starts clean."""
+        try:
+            yield
+        except BaseException:
+            self._end_all()
+            raise
+
+    def _refuse_if_never_back(self, function: int, batch: _Batch) -> None:
+        """UserError when a function has never answered: without it, a first batch would wait for every timeout."""
+        timeouts = sum(o.status == "timeout" for (f, _), o in batch.outcomes.items() if f == function)
+        if not self._speeds[function].calls and timeouts >= 4 * self._num_workers:
+            raise UserError(
+                f"{self.functions[function]} answered none of the first {timeouts} samples within reward.timeout_s = "
+                f"{self._timeout_s:g} s. Raise reward.timeout_s if it needs longer."
+            )
+
+
+def _pickled(function: RewardFunction) -> bytes:
+    try:
+        return cloudpickle.dumps(function.load)
+    except Exception as error:  # the objects that a closure holds raise what they like
+        raise UserError(
+            f"{function} cannot be sent to a worker process: {type(error).__name__}: {error}. "
+            "Create what it holds (open files, locks, models) inside the function, or give it as a file: "
+            "reward.functions.<label>.path."
+        ) from None

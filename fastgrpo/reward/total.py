@@ -1,0 +1,38 @@
+"""From the outcomes of the functions to the Score of a sample, and to a refusal when a whole batch failed alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastgrpo.errors import UserError
+from fastgrpo.records import Score
+from fastgrpo.reward.function import Outcome, RewardFunction
+
+_STATUSES = ("scored", "unscored", "timeout", "error")  # from best to worst
+
+
+def total(functions: Sequence[RewardFunction], outcomes: Sequence[Outcome]) -> Score:
+    """One sample's Score from one outcome a function: the weighted sum, or None when a part of it is missing."""
+    pairs = list(zip(functions, outcomes, strict=True))
+    counted = [(f.weight, outcome.score) for f, outcome in pairs if f.weight != 0]
+    terms = [weight * score for weight, score in counted if score is not None]
+    errors = [f"{f.label}: {outcome.error}" for f, outcome in pairs if outcome.error is not None]
+    return Score(
+        total=math.fsum(terms) if len(terms) == len(counted) else None,
+        parts={f.label: outcome.score for f, outcome in pairs},
+        details={f"{f.label}/{key}": value for f, outcome in pairs for key, value in outcome.details.items()},
+        status=max((outcome.status for outcome in outcomes), key=_STATUSES.index),
+        error=errors[0] if errors else None,
+    )
+
+
+def refuse_if_all_raise(function: RewardFunction, outcomes: Sequence[Outcome]) -> None:
+    """UserError when every sample failed with the same error: its type and place, for texts may quote the sample."""
+    kinds = {(o.status, o.where, (o.error or "").partition(":")[0]) for o in outcomes}
+    first = outcomes[0]
+    if len(kinds) > 1 or first.status != "error":
+        return
+    at = f" at {first.where}" if first.where else ""
+    trace = f"\n{first.trace}" if first.trace else ""
+    raise UserError(f"{function} failed on all {len(outcomes)} samples of the first batch{at}: {first.error}{trace}")
