@@ -1,0 +1,160 @@
+"""Ranks: the only place that builds a DeviceMesh and knows rank arithmetic.
+
+    rank            0   1   2   3   4   5   6   7      world 8, sp 2, tp 4
+    dp axis         0   0   1   1   2   2   3   3      ranks of one dp index hold the same rows of tokens
+    sp axis         0   1   0   1   0   1   0   1      and share them out along the sequence
+    engine          0   0   0   0   1   1   1   1      rollout TP groups, drawn over the same ranks
+    tp rank         0   1   2   3   0   1   2   3
+
+FSDP2 shards over dp x sp flattened (with `replicas`, over the ranks inside one replica). SP and TP groups are
+consecutive ranks, so that each stays inside a node; they need not be equal.
+
+Objects and metrics travel through `gather` and `reduce`, both on the CPU group: small, once a step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    rank: int
+    local_rank: int
+    world: int
+    sp: int
+    tp: int
+    device: torch.device
+    fsdp_mesh: DeviceMesh  # 1-D (shard) or 2-D (replicate, shard)
+    sp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup  # carries CPU tensors too
+
+    @property
+    def dp(self) -> int:
+        return self.world // self.sp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.sp
+
+    @property
+    def sp_rank(self) -> int:
+        return self.rank % self.sp
+
+    @property
+    def engines(self) -> int:
+        return self.world // self.tp
+
+    @property
+    def engine(self) -> int:
+        return self.rank // self.tp
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """`values` (on this rank's device) reduced over all ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values, op)
+        return values
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def engine_slice(num_groups: int, group_size: int, engine: int, engines: int) -> range:
+    """Which of the step's N = num_groups * group_size requests this engine draws: whole groups, as even as they go."""
+    share, extra = divmod(num_groups, engines)
+    start = engine * share + min(engine, extra)
+    stop = start + share + (engine < extra)
+    return range(start * group_size, stop * group_size)
+
+
+def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh:
+    """Join (or start, for one process) the process group and lay the axes over it. Call once a process.
+
+    Raises ValueError when the world does not divide (the configuration was checked before: this is for Python users).
+    """
+    if not dist.is_initialized():
+        _init_process_group(device_type)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for name, size in (("sp", sp), ("tp", tp), ("replicas", replicas)):
+        if world % size:
+            raise ValueError(f"{world} ranks cannot be cut into {name} groups of {size}.")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    if replicas > 1:
+        fsdp_mesh = init_device_mesh(device_type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    else:
+        fsdp_mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+    return Mesh(
+        rank=rank,
+        local_rank=local_rank,
+        world=world,
+        sp=sp,
+        tp=tp,
+        device=device,
+        fsdp_mesh=fsdp_mesh,
+        sp_group=_own_group(consecutive_groups(world, sp), rank),
+        tp_group=_own_group(consecutive_groups(world, tp), rank),
+    )
+
+
+def consecutive_groups(world: int, size: int) -> list[list[int]]:
+    return [list(range(start, start + size)) for start in range(0, world, size)]
+
+
+def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:  # every rank must create every group
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            own = group
+    assert own is not None
+    return own
+
+
+def _init_process_group(device_type: str) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    timeout = timedelta(minutes=30)  # longer than any phase: a slower rank is not an error
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # A bare start. The variables are set as torchrun would: the engine reads them. Port 0 lets the store choose a free
+    # one, so that two runs on one host never collide.
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -1,0 +1,165 @@
+"""The trainer's side of a step: score under the policy and the reference, then update, mini-batch after mini-batch.
+
+    mini-batches (batch/packing.py)  -- old, ref passes -->  logprobs of each micro-batch's rows
+                                     -- update -->           forward, head, backward; clip; AdamW
+
+All passes go over the same micro-batches with the same cut into chunks, so `old` equals the first update's logprobs bit
+for bit. A micro-batch without rows still runs: its collectives are those of the other ranks. Nothing here waits for the device
+within a mini-batch; the gradient norm is the one number read back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functional
+from torch import Tensor
+
+from fastgrpo.algorithm.loss import POLICY_LOSSES, LossConfig
+from fastgrpo.algorithm.mismatch import gap_stats
+from fastgrpo.batch.mini_batches import MiniBatch
+from fastgrpo.batch.packing import ShardedBatch
+from fastgrpo.config import ActorConfig, HeadImpl, RunConfig
+from fastgrpo.metrics import Sums
+from fastgrpo.policy.head import GrpoHead, score_head
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.optim import HostParking, apply_update, build_adamw, learning_rate, training_state
+
+Logprobs = list[list[Tensor]]  # of the rows of each micro-batch of each mini-batch, on this rank
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    grad_norms: tuple[float, ...]  # before clipping, one an update
+    lr: float  # of the last update
+    skipped: int  # updates that a non-finite gradient norm or an empty mini-batch prevented
+
+
+class Actor:
+    """Policy, reference and optimizer. `version` counts the updates made."""
+
+    def __init__(self, policy: Policy, reference: Policy | None, config: RunConfig, total_updates: int) -> None:
+        self.policy = policy
+        self.reference = reference
+        self.version = 0
+        self.optimizer = build_adamw(policy.module.parameters(), config.actor.optim)
+        self._config = config.actor
+        self._temperature = config.rollout.temperature
+        self._loss_config = loss_config(config)
+        self._total_updates = total_updates
+        self._skipped_in_a_row = 0
+        self._parking = HostParking()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights, for the engine (see Policy.export). With `offload_during_rollout` masters and optimizer
+        then leave the device, until `take_back`."""
+        yield from self.policy.export()
+        if self._config.fsdp.offload_during_rollout:
+            self._parking.park(training_state(self.optimizer))
+
+    def take_back(self) -> None:
+        self._parking.unpark()
+
+    def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> Logprobs:
+        return [self._score(self.policy, mini_batch.micro) for mini_batch in mini_batches]
+
+    def ref_logprobs(self, mini_batches: Sequence[MiniBatch]) -> Logprobs | None:
+        """None without a reference."""
+        if self.reference is None:
+            return None
+        return [self._score(self.reference, mini_batch.micro) for mini_batch in mini_batches]
+
+    def _score(self, model: Policy, batches: Sequence[ShardedBatch]) -> list[Tensor]:
+        head = partial(score_head, temperature=self._temperature)
+        return [model.score(batch, head).logprobs_R for batch in batches]
+
+    def gap(self, batches: Sequence[ShardedBatch]) -> Sums:
+        """Sampler against trainer on all rows of `batches`, with the weights as they are."""
+        sums = Sums()
+        for batch, logprobs_R in zip(batches, self._score(self.policy, batches), strict=True):
+            if batch.sampler_logprobs_R is not None:
+                sampler_R = batch.sampler_logprobs_R.to(logprobs_R.device)
+                live_R = torch.ones_like(sampler_R, dtype=torch.bool)
+                sums.add(gap_stats(logprobs_R, sampler_R, live_R, self._loss_config.importance_max))
+        return sums
+
+    def update(
+        self,
+        mini_batches: Sequence[MiniBatch],
+        old_R: Logprobs | None,
+        ref_R: Logprobs | None,
+        sums: Sums,
+    ) -> UpdateResult:
+        """ppo_epochs passes over the mini-batches. `old_R` None: they are the logprobs of now.
+
+        Raises RuntimeError after `max_skipped_updates` non-finite gradient norms in a row.
+        """
+        grad_norms: list[float] = []
+        skipped, lr = 0, 0.0
+        for _ in range(self._config.ppo_epochs):
+            for number, mini_batch in enumerate(mini_batches):
+                if mini_batch.loss_tokens == 0:
+                    skipped += 1
+                    continue
+                self._backward(mini_batch, old_R and old_R[number], ref_R and ref_R[number], sums)
+                lr = learning_rate(self._config.optim, self.version + 1, self._total_updates)
+                grad_norm, stepped = apply_update(self.optimizer, lr, self._config.grad_clip)
+                grad_norms.append(grad_norm)
+                self.version += 1
+                skipped += not stepped
+                self._count_skips(stepped, grad_norm)
+        return UpdateResult(tuple(grad_norms), lr, skipped)
+
+    def _backward(
+        self, mini_batch: MiniBatch, old_R: Sequence[Tensor] | None, ref_R: Sequence[Tensor] | None, sums: Sums
+    ) -> None:
+        for index, batch in enumerate(mini_batch.micro):
+            head = GrpoHead(
+                self._loss_config,
+                self._temperature,
+                None if old_R is None else old_R[index],
+                None if ref_R is None else ref_R[index],
+                fused=self._config.head != HeadImpl["reference"],
+                policy_loss=POLICY_LOSSES[self._config.policy_loss],
+                segment_sum=partial(segment_sum, num_segments=batch.num_sequences + 1, group=self.policy.sp_group),
+            )
+            out = self.policy.run(batch, head)
+            out.loss_sum.backward()
+            sums.add({"loss": out.loss_sum.detach().double(), **out.stats})
+
+    def _count_skips(self, stepped: bool, grad_norm: float) -> None:
+        self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= self._config.max_skipped_updates:
+            raise RuntimeError(
+                f"{self._skipped_in_a_row} updates in a row had a gradient norm of {grad_norm}; weights and Adam state "
+                "are those before the first. Lower actor.optim.lr, or look at the last step's rewards and logprobs."
+            )
+
+
+def loss_config(config: RunConfig) -> LossConfig:
+    actor, correction = config.actor, config.algorithm.rollout_correction
+    return LossConfig(
+        clip_low=actor.clip_ratio_low,
+        clip_high=actor.clip_ratio_high,
+        clip_c=actor.clip_ratio_c,
+        kl_coef=actor.kl_loss_coef if uses_reference(actor) else 0.0,
+        kl_type=actor.kl_loss_type,
+        entropy_coef=actor.entropy_coeff,
+        importance_max=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
+    )
+
+
+def uses_reference(actor: ActorConfig) -> bool:
+    return actor.use_kl_loss and actor.kl_loss_coef != 0
+
+
+def segment_sum(x_U: Tensor, seq_id_U: Tensor, *, num_segments: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum of x over all tokens of each token's sequence, also those on other ranks of the SP group; differentiable."""
+    sums = x_U.new_zeros(num_segments).index_add(0, seq_id_U, x_U)
+    if group is not None:
+        sums = dist_functional.all_reduce(sums, group=group)
+    return sums[seq_id_U]

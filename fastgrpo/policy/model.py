@@ -1,0 +1,177 @@
+"""The policy: a transformers decoder under FSDP2 whose forward ends in the head kernels, never in logits.
+
+    config.json -> meta model -> FSDP2 units (each block, and the root) -> empty shards -> rows of the safetensors
+
+`PolicyModule.forward` is the FSDP root's forward, so the head runs where FSDP has gathered its weight. Which head runs
+is the caller's choice (head.py); the body does not know. Masters are float32; a block is gathered and computed in
+`actor.dtype` and its gradients are reduced in float32. They are sums over all ranks: FSDP's own averaging is off, every
+normaliser is in the token weights (batch/denominators.py). Dropout is off: it would make the policy differ from what the engine sampled.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from fastgrpo.batch.packing import ShardedBatch
+from fastgrpo.mesh import Mesh
+from fastgrpo.policy import attention, liger
+from fastgrpo.policy.head import Head, OutputLayer
+from fastgrpo.policy.weights import full_tensors, load_shards, map_checkpoint
+
+
+class PolicyModule(nn.Module):
+    """The FSDP root: decoder, then head."""
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: ShardedBatch, packing: attention.Packing, head: Head) -> Any:
+        """All on this rank's device; returns what `head` makes of the hidden states of the batch's rows."""
+        hidden_1UH = self.lm.get_decoder()(
+            input_ids=batch.input_ids_U[None],
+            position_ids=batch.positions_U[None],
+            use_cache=False,
+            packing=packing,
+        ).last_hidden_state
+        hidden_RH = hidden_1UH.squeeze(0).index_select(0, batch.rows_R)
+        return head(hidden_RH, OutputLayer.of(self.lm), batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A built policy, with the folder it came from and the checkpoint names of its parameters."""
+
+    module: PolicyModule
+    folder: Path
+    names: dict[str, str]  # parameter of the module -> tensor in the checkpoint
+    stored_dtype: torch.dtype  # of the checkpoint
+    device: torch.device
+    backend: attention.Backend
+    sp_group: dist.ProcessGroup | None
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.module.lm.config
+
+    def run(self, batch: ShardedBatch, head: Head) -> Any:
+        """`batch` on the CPU. A collective over all ranks, also for a rank without rows."""
+        packing = attention.make_packing(batch.cu_seqlens, batch.max_seqlen, self.backend, self.sp_group, self.device)
+        return self.module(batch.to(self.device), packing, head)
+
+    @torch.no_grad()
+    def score(self, batch: ShardedBatch, head: Head) -> Any:
+        """As `run`, without gradients. Leaves nothing gathered: later weights must not meet today's full copies."""
+        out = self.run(batch, head)
+        for unit in fsdp_units(self.module):
+            unit.reshard()
+        return out
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under their checkpoint names, a block at a time (a collective; see weights.full_tensors)."""
+        return full_tensors(self.module, self.names)
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def build_policy(
+    folder: Path,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    attention_backend: str,
+    trainable: bool,
+    gradient_checkpointing: int = 0,
+    activation_offload: bool = False,
+    reshard_after_forward: bool = True,
+    offload_policy: bool = False,
+    use_liger: bool = False,
+    trust_remote_code: bool = False,
+) -> Policy:
+    """Build from a Hugging Face folder into shards. `dtype` is the compute dtype; masters are float32 when `trainable`,
+    else `dtype` itself. Raises UserError when the folder or the model class does not fit."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    lm = _meta_model(config, torch.float32 if trainable else dtype, trust_remote_code)
+    checkpoint_map = map_checkpoint(lm, folder)
+    if use_liger and mesh.device.type == "cuda" and liger.is_installed():
+        liger.use_liger_modules(lm)
+    if gradient_checkpointing and trainable:
+        _checkpoint_blocks(lm, gradient_checkpointing, offload=activation_offload, pin=mesh.device.type == "cuda")
+    backend = attention.choose_backend(attention_backend, mesh.device, dtype)
+    module = PolicyModule(lm).requires_grad_(trainable).train(trainable)
+    shard(module, mesh, dtype, reshard_after_forward=reshard_after_forward, offload_policy=offload_policy)
+    module.to_empty(device="cpu" if offload_policy else mesh.device)
+    restore_buffers(lm, mesh.device)
+    load_shards(lm, checkpoint_map)
+    names = {f"lm.{name}": key for name, key in checkpoint_map.names.items()}
+    sp_group = mesh.sp_group if mesh.sp > 1 else None
+    return Policy(module, folder, names, config.dtype or torch.float32, mesh.device, backend, sp_group)
+
+
+def _meta_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    config = copy.deepcopy(config)
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "residual_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust_remote_code
+        )
+
+
+def blocks(lm: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers: what FSDP gathers at a time and checkpointing recomputes."""
+    return list(lm.get_decoder().layers)
+
+
+def _checkpoint_blocks(lm: PreTrainedModel, every: int, *, offload: bool, pin: bool) -> None:
+    """Recompute every `every`-th block in the backward, through transformers' own switch on the layer."""
+    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # no dropout: no state to keep
+
+    def offloaded(function: Callable, *args: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin):  # catches the block's input; the rest is recomputed
+            return plain(function, *args)
+
+    for block in blocks(lm)[::every]:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = offloaded if offload else plain
+
+
+def shard(
+    module: PolicyModule, mesh: Mesh, dtype: torch.dtype, *, reshard_after_forward: bool, offload_policy: bool
+) -> None:
+    """FSDP2: a block a unit, what is left (embedding, norm, head) in the root, which stays gathered until backward."""
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if offload_policy else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh.fsdp_mesh, "mp_policy": precision, "offload_policy": offload}
+    for block in blocks(module.lm):
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(module, reshard_after_forward=False, **options)
+    for unit in fsdp_units(module):
+        unit.set_gradient_divide_factor(1.0)  # only both together make it a sum on every backend
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def restore_buffers(lm: PreTrainedModel, device: torch.device) -> None:
+    """Recompute what no checkpoint holds (rotary frequencies): `to_empty` left them uninitialised."""
+    for module in lm.modules():
+        own = dict(module.named_buffers(recurse=False))
+        if own:
+            for name, buffer in own.items():
+                module._buffers[name] = buffer.to(device)
+            lm._init_weights(module)

@@ -1,0 +1,109 @@
+"""AdamW over sharded masters: schedule, clipping, the update that refuses non-finite gradients, parking on the host.
+
+The learning rate is a pure function of the update's number, so a resumed run needs no scheduler state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fastgrpo.config import OptimConfig, Schedule
+
+
+def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float:
+    """Of update 1, 2, ...: update k of the warm-up runs at k / lr_warmup_steps of lr; a cosine goes from lr at the end
+    of the warm-up to min_lr_ratio * lr at `total_updates`."""
+    if update < config.lr_warmup_steps:
+        return config.lr * update / config.lr_warmup_steps
+    if config.lr_scheduler_type == Schedule["constant"]:
+        return config.lr
+    span = max(1, total_updates - config.lr_warmup_steps)
+    done = min(1.0, (update - config.lr_warmup_steps) / span)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """No weight decay on vectors (norms, biases): they are not what decay is meant to shrink."""
+    matrices, vectors = [], []
+    for parameter in parameters:
+        (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def apply_update(optimizer: torch.optim.Optimizer, lr: float, grad_clip: float) -> tuple[float, bool]:
+    """Clip to the global norm, step, clear the gradients. Returns (norm before clipping, whether the step was made): a
+    non-finite norm, the same on every rank, leaves weights and Adam state untouched."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = global_norm([p.grad for p in parameters])
+    grad_norm = float(norm)
+    finite = math.isfinite(grad_norm)
+    if finite:
+        if grad_clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm, finite
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm over all shards of all ranks, float32, on every rank."""
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class HostParking:
+    """Lends the device memory of parameters and optimizer state to the engine: `park` copies each storage to pinned
+    host memory and frees it in place, `unpark` brings it back. In place, because FSDP keeps views of its shards: a new
+    tensor would leave them behind. Nothing happens to tensors that live on the CPU."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        if self._copies:
+            raise RuntimeError("park called twice")
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            if storage.device.type == "cuda" and storage.nbytes():
+                storages[storage.data_ptr()] = storage
+        for storage in storages.values():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+            host.copy_(storage, non_blocking=True)
+            self._copies.append((storage, host))
+        if self._copies:
+            torch.cuda.synchronize()  # the bytes must have left before the storages are freed
+        for storage, _ in self._copies:
+            storage.resize_(0)
+
+    def unpark(self) -> None:
+        for storage, host in self._copies:
+            storage.resize_(host.nbytes())
+            storage.copy_(host, non_blocking=True)
+        if self._copies:
+            torch.cuda.synchronize()
+        self._copies.clear()
+
+
+def training_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Masters and optimizer state: all that sleeps while the engine generates."""
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            tensors.append(parameter.data)
+            tensors.extend(value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
+    return tensors

@@ -1,0 +1,197 @@
+"""Checkpoint names and bytes: which tensor of a Hugging Face folder is which parameter, read into shards, written back.
+
+The one module that maps parameters to checkpoint names, through transformers' own conversions; loading, weight sync
+and export all go through it. Models whose checkpoints are fused or split on loading (experts, mostly) are refused.
+
+    folder/*.safetensors --slice of rows--> this rank's shard          (load: nobody reads the whole model)
+    shards --one all-gather a block--> full tensors, a block at a time (full_tensors: nobody holds the whole model)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fastgrpo.errors import UserError
+
+_SHARD_BYTES = 4 << 30  # a file of an exported checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMap:
+    """Where each parameter lies. `names`: parameter name -> name in the checkpoint; `files`: that name -> file."""
+
+    names: dict[str, str]
+    files: dict[str, Path]
+
+
+def map_checkpoint(model: PreTrainedModel, folder: Path) -> CheckpointMap:
+    """Match the folder's tensors with the parameters of `model` (on any device, before sharding).
+
+    Raises UserError when the checkpoint lacks a parameter or needs a conversion other than renaming.
+    """
+    files = _tensor_files(folder)
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    state = model.state_dict()
+    names: dict[str, str] = {}
+    for key in files:
+        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if converted is not None:
+            raise UserError(
+                f"{folder}: {type(model).__name__} fuses or splits {key!r} when it is loaded; fastgrpo trains models "
+                "whose parameters are the checkpoint's own tensors (dense decoders)."
+            )
+        names[name] = key
+    tied = {name for name, source in _tied_names(model).items() if source in names}
+    missing = sorted(set(dict(model.named_parameters())) - set(names) - tied)
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise UserError(f"{folder} lacks {shown}: is it a complete checkpoint of {type(model).__name__}?")
+    wanted = {name for name, _ in model.named_parameters()}  # tied parameters once, under their first name
+    return CheckpointMap({name: key for name, key in names.items() if name in wanted}, files)
+
+
+def _tied_names(model: PreTrainedModel) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UserError(
+            f"{folder} holds no *.safetensors: fastgrpo reads no other weight format. Convert it once with "
+            "transformers' save_pretrained."
+        )
+    files: dict[str, Path] = {}
+    for path in paths:
+        with safe_open(path, "pt") as tensors:
+            files.update(dict.fromkeys(tensors.keys(), path))
+    return files
+
+
+@torch.no_grad()
+def load_shards(model: nn.Module, checkpoint: CheckpointMap) -> None:
+    """Fill every parameter of `model` (sharded or not) from the checkpoint, reading only this rank's rows."""
+    by_file: dict[Path, list[str]] = {}
+    for name, key in checkpoint.names.items():
+        by_file.setdefault(checkpoint.files[key], []).append(name)
+    parameters = dict(model.named_parameters())
+    for path, names in by_file.items():
+        with safe_open(path, "pt") as tensors:
+            for name in names:
+                source, parameter = tensors.get_slice(checkpoint.names[name]), parameters[name]
+                shape = tuple(source.get_shape())
+                if shape != tuple(parameter.shape):
+                    raise UserError(f"{path}: {name} has shape {shape}, config.json says {tuple(parameter.shape)}.")
+                if not isinstance(parameter, DTensor):
+                    parameter.copy_(source[:] if shape else source[...])
+                    continue
+                local_shape, offset = compute_local_shape_and_global_offset(
+                    shape, parameter.device_mesh, parameter.placements
+                )
+                rows = slice(offset[0], offset[0] + local_shape[0]) if local_shape else slice(None)
+                if 0 not in local_shape:
+                    parameter.to_local().copy_(source[rows])
+
+
+def full_tensors(root: FSDPModule, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, full tensor in the compute dtype), one FSDP unit at a time. A collective: every rank iterates
+    to the end. A tensor is valid only until the next is asked for. Tied parameters come once."""
+    assert isinstance(root, nn.Module)
+    units = {name: module for name, module in root.named_modules() if isinstance(module, FSDPModule)}
+    for unit_name, unit in units.items():
+        inner = tuple(
+            f"{other}."
+            for other in units
+            if other != unit_name and other.startswith(f"{unit_name}." if unit_name else "")
+        )
+        prefix = f"{unit_name}." if unit_name else ""
+        unit.unshard()
+        assert isinstance(unit, nn.Module)
+        for name, parameter in unit.named_parameters():
+            full_name = prefix + name
+            if not full_name.startswith(inner):
+                yield names[full_name], parameter.detach()
+        unit.reshard()
+
+
+def save_folder(
+    folder: Path,
+    source: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    *,
+    write: bool,
+    extra: Callable[[Path], object],
+) -> None:
+    """Write a Hugging Face folder: weights in `dtype`, everything else copied from the `source` folder, then what
+    `extra` writes into it.
+
+    A collective over the iterator; only the rank with `write` writes, first to `folder`.part, renamed when complete.
+    """
+    part = folder.with_name(folder.name + ".part")
+    if write:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    files: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+    total, held_bytes, number = 0, 0, 1
+
+    def flush() -> None:
+        file = f"model-{number:05d}.safetensors"
+        save_file(held, part / file, metadata={"format": "pt"})
+        files.update(dict.fromkeys(held, file))
+        held.clear()
+
+    for name, tensor in tensors:
+        if not write:
+            continue
+        held[name] = tensor.to("cpu", dtype, copy=True)
+        size = held[name].nbytes
+        total, held_bytes = total + size, held_bytes + size
+        if held_bytes >= _SHARD_BYTES:
+            flush()
+            number, held_bytes = number + 1, 0
+    if not write:
+        return
+    if held:
+        flush()
+    if len(set(files.values())) == 1:
+        (part / next(iter(files.values()))).rename(part / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for path in source.iterdir():
+        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in path.name:
+            shutil.copy(path, part)
+    extra(part)
+    for path in part.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
