@@ -1,0 +1,170 @@
+"""Rows out of what `data.train_files` and `data.val_files` name: local files, hub data sets, tasks made on the spot.
+
+Nothing here knows of tokenizers. A row is a dictionary of plain Python values; a key with dots goes into nested
+columns, whose values may be dictionaries or JSON text, as in verl's parquet files (`reward_model.ground_truth`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fastgrpo.config import DataConfig
+from fastgrpo.data.arithmetic import make_tasks
+from fastgrpo.errors import UserError
+from fastgrpo.hub import looks_local, resolve_dataset
+from fastgrpo.paths import config_dir
+
+Split = Literal["train", "val"]
+Row = Mapping[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+ARITHMETIC = "arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The rows of one entry. Example: Source("train", "data/train.jsonl", [{"prompt": "3 + 4 ="}], "prompt", None)."""
+
+    name: str  # first part of the prompts' uids: file stem, hub id or `arithmetic`
+    origin: str  # as the user wrote it, for messages
+    rows: list[Row]
+    prompt_key: str
+    reference_key: str | None
+
+
+def find_file(path: str, option: str = "data.train_files") -> Path:
+    """The file `path` names, seen from the working directory, then from the folder of shipped configurations. `option`
+    is the configuration key that the message names."""
+    wanted = Path(path).expanduser()
+    places = [Path.cwd() / wanted, config_dir() / wanted]  # an absolute path stays what it is
+    for place in places:
+        if place.is_file():
+            return place
+    if places[0].is_dir():
+        raise UserError(f"{option}: {path} is a folder: name the file in it")
+    tried = " and ".join(dict.fromkeys(str(place) for place in places))
+    raise UserError(f"{option}: there is no file {path} (looked for {tried})")
+
+
+def read_sources(data: DataConfig, split: Split, seed: int) -> list[Source]:
+    """All rows of a split, an entry a source. Raises UserError naming the entry for anything that cannot be read."""
+    option = f"data.{split}_files"
+    entries = data.train_files if split == "train" else data.val_files
+    sources = [_read_entry(entry, data, split, seed, option) for entry in entries]
+    for source in sources:
+        if not source.rows:
+            raise UserError(f"{option}: {source.origin} is empty, it has no rows")
+    return sources
+
+
+def _read_entry(entry: str, data: DataConfig, split: Split, seed: int, option: str) -> Source:
+    if entry == ARITHMETIC:
+        return Source(ARITHMETIC, ARITHMETIC, list(make_tasks(data.arithmetic, split, seed)), "prompt", "reference")
+    if entry.endswith(SUFFIXES):
+        rows = read_file(find_file(entry, option), option)
+        return Source(Path(entry).stem, entry, rows, data.prompt_key, data.reference_key)
+    if looks_local(entry):
+        found = find_file(entry, option)
+        raise UserError(f"{option}: {found} is none of {', '.join(SUFFIXES)}: convert it to one of them")
+    hub_split = data.train_split if split == "train" else data.val_split
+    files = resolve_dataset(entry, data.hub_config, hub_split, option=option)
+    rows = [row for file in files for row in read_file(file, option)]
+    return Source(
+        entry, f"{entry} ({data.hub_config or 'default'}/{hub_split})", rows, data.prompt_key, data.reference_key
+    )
+
+
+def read_file(file: Path, option: str) -> list[Row]:
+    """Rows of a .jsonl, .json (a list, or {"data": a list}) or .parquet file."""
+    if file.suffix == ".parquet":
+        return _read_parquet(file, option)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}: {file} is not UTF-8 text ({error}): save it in UTF-8") from error
+    rows = _parse_lines(text, file, option) if file.suffix == ".jsonl" else _parse_json(text, file, option)
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UserError(f"{option}: {file} row {index} is {_shown(row)}, not an object with named columns")
+    return rows
+
+
+def _read_parquet(file: Path, option: str) -> list[Row]:
+    import pyarrow  # here, because only parquet needs it and importing it takes a while
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(file).read().to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{option}: {file} is no readable parquet file: {error}") from error
+
+
+def _parse_lines(text: str, file: Path, option: str) -> list[Any]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 inside a string
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    f"{option}: {file} line {number} is not JSON: {error.msg} at column {error.colno}"
+                ) from error
+    return rows
+
+
+def _parse_json(text: str, file: Path, option: str) -> list[Any]:
+    try:
+        content = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError as error:
+        hint = "; one JSON object a line is a .jsonl file: rename it" if error.msg == "Extra data" else ""
+        raise UserError(
+            f"{option}: {file} is not JSON: {error.msg} at line {error.lineno} column {error.colno}{hint}"
+        ) from error
+    rows = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        raise UserError(
+            f'{option}: {file} must be a list of rows or {{"data": a list of rows}}, it is {_shown(content)}'
+        )
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"an object with the keys {', '.join(value) or '(none)'}"
+    return f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def lookup(row: Row, key: str) -> Any:
+    """Value of a column, or of a nested one by dots. Raises KeyError when a part is not there.
+
+    Example: lookup({"reward_model": '{"ground_truth": "7"}'}, "reward_model.ground_truth") -> "7".
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError:
+                raise KeyError(key) from None
+        if not isinstance(value, Mapping) or part not in value:
+            raise KeyError(key)
+        value = value[part]
+    return value
+
+
+def columns(row: Row) -> str:
+    """The names that `lookup` finds in a row, for messages: nested ones of one level with their dots."""
+    names: list[str] = []
+    for name, value in row.items():
+        if isinstance(value, str) and value.startswith("{"):
+            with suppress(json.JSONDecodeError):  # ordinary text may begin with a brace
+                value = json.loads(value)
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, Mapping) and value else [name]
+    return ", ".join(names) or "(none)"
