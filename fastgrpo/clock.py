@@ -1,0 +1,44 @@
+"""Seconds and device memory of a step's phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_GIB = 1 << 30
+
+
+class Clock:
+    """`with clock("gen"): ...` adds to that phase. On CUDA a phase ends when its work has ended, so that no phase pays
+    for the one before: a handful of waits a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self.memory: dict[str, float] = {}  # GiB of this rank's device; empty on a CPU
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def note_rollout_memory(self) -> None:
+        """What the whole device holds now, the engine's own allocations included. To be called while it is awake."""
+        if self._cuda:
+            free, total = torch.cuda.mem_get_info(self._device)
+            self.memory["perf/rollout_gib"] = (total - free) / _GIB
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def finish(self) -> dict[str, float]:
+        """All phases, and the whole under `step`. Notes the peak of torch's memory since the rollout."""
+        if self._cuda:
+            self.memory["perf/train_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
+        return {**self._seconds, "step": time.perf_counter() - self._start}

@@ -1,0 +1,99 @@
+"""The held-out score: draw answers to the validation prompts with their own sampling, score them, write them down.
+
+The score is the mean reward over all samples that were scored; no update is made and the training order does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.config import RunConfig
+from fastgrpo.mesh import Mesh
+from fastgrpo.metrics import write_rows
+from fastgrpo.records import Prompt, Sample, Sampling
+from fastgrpo.reward import RewardRunner
+from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
+from fastgrpo.rollout.engine import RolloutEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    score: float | None  # mean reward; None when nothing could be scored
+    samples: int  # that were scored
+    metrics: dict[str, float]
+
+
+def validate(
+    engine: RolloutEngine,
+    rewards: RewardRunner,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    config: RunConfig,
+    mesh: Mesh,
+    *,
+    step: int,
+    answers: Path | None,
+) -> Validation:
+    """Inside `engine.awake`; a collective. `answers`: where to write the answers, on the rank that is given it."""
+    val = config.rollout.val_kwargs
+    sampling = Sampling(val.temperature, val.top_p, val.top_k, 0.0, 1.0)
+    requests = make_requests(
+        prompts, val.n, run_seed=config.trainer.seed + 1, step=step, max_tokens=config.data.max_response_length
+    )
+    own = draw_own(engine, requests, val.n, sampling, mesh)
+    samples = share_samples(score_own(rewards, own, prompts, tokenizer, mesh, step=step), mesh)
+    if answers is not None:
+        write_rows(answers, answer_rows(samples, prompts))
+    return summarise(samples)
+
+
+def summarise(samples: Sequence[Sample]) -> Validation:
+    totals = [sample.score.total for sample in samples if sample.score.total is not None]
+    mean = sum(totals) / len(totals) if totals else None
+    rollouts = [sample.rollout for sample in samples]
+    metrics = {
+        "val/scored": float(len(totals)),
+        "val/unscored": float(len(samples) - len(totals)),
+        "val/response_length": sum(len(rollout.response_ids) for rollout in rollouts) / max(1, len(rollouts)),
+        "val/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / max(1, len(rollouts)),
+    }
+    if mean is not None:
+        metrics["val/reward"] = mean
+    return Validation(mean, len(totals), metrics | part_means(samples, "val/reward"))
+
+
+def part_means(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
+    """Mean of each function's own score and of each detail, over the samples that have one."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in (*sample.score.parts.items(), *sample.score.details.items()):
+            if value is not None:
+                values.setdefault(f"{prefix}/{name}", []).append(float(value))
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def answer_rows(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """One jsonl row a sample, for reading."""
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    return [
+        {
+            "uid": sample.rollout.uid,
+            "sample": sample.rollout.sample,
+            "prompt": by_uid[sample.rollout.uid].text,
+            "response": sample.response,
+            "reference": by_uid[sample.rollout.uid].reference,
+            "reward": sample.score.total,
+            "parts": dict(sample.score.parts),
+            "status": sample.score.status,
+            "error": sample.score.error,
+            "tokens": len(sample.rollout.response_ids),
+            "finish_reason": sample.rollout.finish_reason,
+            "weight_version": sample.rollout.weight_version,
+        }
+        for sample in samples
+    ]

@@ -1,0 +1,41 @@
+"""The parity gate: engine and trainer must give the tokens just drawn the same logprobs, or the run stops.
+
+Stale weights, a stale prefix cache, another temperature, a layer under a wrong name: all of them train on, quietly, on
+wrong ratios. All of them show here. The numbers come from algorithm/mismatch.py, reduced over all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from fastgrpo.config import RunConfig
+from fastgrpo.metrics import ratio
+
+WARN_ABS = 0.03  # nats, mean |trainer - sampler|: bfloat16 engines stay well below
+STOP_SIGNED = 0.03  # nats, |mean (trainer - sampler)|: noise has no sign
+CAUSES = (
+    "likely causes: the engine holds other weights than the trainer (a failed or partial sync, a stale prefix cache), "
+    "another temperature, or a layer that the engine computes differently (quantised weights, another rope scaling)"
+)
+
+log = logging.getLogger("fastgrpo")
+
+
+def check_gap(sums: Mapping[str, float], config: RunConfig) -> None:
+    """Warn above 0.03 nats; raise RuntimeError above rollout.max_logprob_gap, or 0.03 of signed mean."""
+    tokens = sums.get("gap_tokens", 0.0)
+    if not tokens:
+        return
+    absolute, signed = ratio(sums["gap_abs"], tokens), ratio(sums["gap"], tokens)
+    limit = config.rollout.max_logprob_gap
+    shown = (
+        f"mean |trainer - sampler| logprob {absolute:.4f}, mean {signed:+.4f}, largest {sums['gap_abs_max']:.2f} nats"
+    )
+    if not math.isfinite(absolute) or absolute > limit or abs(signed) > min(STOP_SIGNED, limit):
+        raise RuntimeError(
+            f"engine and trainer disagree over {tokens:.0f} tokens: {shown} (rollout.max_logprob_gap={limit}); {CAUSES}"
+        )
+    if absolute > WARN_ABS:
+        log.warning("engine and trainer drift apart: %s; %s", shown, CAUSES)

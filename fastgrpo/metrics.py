@@ -1,0 +1,161 @@
+"""Numbers of a step: sums on the device, reduced once, and the files and displays they go to.
+
+`Sums` adds up what losses report (algorithm/stats.py: sums, and maxima under names that end in `_max`), on the device,
+without waiting for it; `reduce` makes one collective and one host read of it. Means are made from two reduced sums, so
+they do not depend on how the step was cut into micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fastgrpo.algorithm.stats import Stats
+from fastgrpo.mesh import Mesh
+
+
+class Sums:
+    def __init__(self) -> None:
+        self._values: Stats = {}
+
+    def add(self, stats: Stats) -> None:
+        for name, value in stats.items():
+            held = self._values.get(name)
+            if held is None:
+                self._values[name] = value
+            else:
+                self._values[name] = torch.maximum(held, value) if name.endswith("_max") else held + value
+
+    def reduce(self, mesh: Mesh) -> dict[str, float]:
+        """Over all ranks, each of which must have added the same names."""
+        if not self._values:
+            return {}
+        maxima = sorted(name for name in self._values if name.endswith("_max"))
+        sums = sorted(name for name in self._values if not name.endswith("_max"))
+        out: dict[str, float] = {}
+        for names, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+            if names:
+                vector = mesh.reduce(torch.stack([self._values[name] for name in names]), op)
+                out.update(zip(names, vector.tolist(), strict=True))
+        return out
+
+
+def ratio(total: float, count: float) -> float:
+    return total / count if count else 0.0
+
+
+def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means over tokens of the update's sums, under verl's names where it has one."""
+    tokens, gap_tokens = sums.get("tokens", 0.0), sums.get("gap_tokens", 0.0)
+    out = {
+        "actor/loss": sums.get("loss", 0.0),
+        "actor/pg_clipfrac_high": ratio(sums.get("clip_high", 0.0), tokens),
+        "actor/pg_clipfrac_low": ratio(sums.get("clip_low", 0.0), tokens),
+        "actor/pg_clipfrac_dual": ratio(sums.get("dual_clip", 0.0), tokens),
+        "actor/ppo_kl": ratio(sums.get("old_kl", 0.0), tokens),
+        "actor/ratio_mean": ratio(sums.get("ratio", 0.0), tokens),
+        "actor/ratio_max": sums.get("ratio_max", 0.0),
+        "actor/entropy": ratio(sums.get("entropy", 0.0), tokens),
+        "actor/trained_tokens": tokens,
+    }
+    if "kl" in sums:
+        out["actor/kl"] = ratio(sums["kl"], tokens)
+    return out | (gap_metrics(sums) if gap_tokens else {})
+
+
+def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sampler against trainer, over tokens: see algorithm/mismatch.py."""
+    tokens = sums["gap_tokens"]
+    return {
+        "gap/abs_mean": ratio(sums["gap_abs"], tokens),
+        "gap/mean": ratio(sums["gap"], tokens),
+        "gap/abs_max": sums["gap_abs_max"],
+        "gap/k3": ratio(sums["gap_k3"], tokens),
+        "gap/truncated": ratio(sums["gap_truncated"], tokens),
+        "gap/importance_mean": ratio(sums["importance"], tokens),
+        "gap/effective_sample_share": ratio(sums["importance"] ** 2, sums["importance_sq"] * tokens),
+    }
+
+
+class Logger(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlFile:
+    """metrics.jsonl: a row a step, flushed as it is written. Non-finite numbers are written as null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        write_row(self._file, {"step": step, **metrics})
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    def __init__(self, folder: Path, project: str, name: str, config: Any) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, name=name, dir=str(folder), config=asdict(config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def write_row(file: Any, row: Mapping[str, Any]) -> None:
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            write_row(file, row)
+
+
+def plot_rewards(path: Path, steps: list[int], rewards: list[float], validation: list[tuple[int, float]]) -> None:
+    """The reward curve as a PNG: mean reward a step, and the held-out score where it was measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot(steps, rewards, linewidth=1.2, label="training, mean of the step")
+    if validation:
+        at, scores = zip(*validation, strict=True)
+        axes.plot(at, scores, marker="o", linewidth=1.8, label="held out")
+    axes.set(xlabel="step", ylabel="reward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,67 @@
+"""From prompts to scored rollouts on every rank: who draws what, and how the results come together.
+
+    prompts (the same list on every rank) -> requests, in order
+        engine e draws its slice of whole groups                      (mesh.engine_slice)
+        tp rank 0 of each engine scores them in worker processes      (reward/)
+        one gather: every rank then holds all N rollouts and scores, in the order of the requests
+
+Rollouts are token ids and a few numbers each (9 bytes a token), so holding all of a step's on every rank is cheap; in
+return every rank computes advantages, counts and the micro-batch plan for itself, and any sequence can be trained
+anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.mesh import Mesh, engine_slice
+from fastgrpo.records import Prompt, Request, RewardRequest, Rollout, Sample, Sampling
+from fastgrpo.reward import RewardRunner
+from fastgrpo.rollout.engine import RolloutEngine, sample_seed
+
+
+def make_requests(prompts: Sequence[Prompt], n: int, *, run_seed: int, step: int, max_tokens: int) -> list[Request]:
+    """n requests a prompt, prompt by prompt."""
+    return [
+        Request(prompt.uid, sample, 0, prompt.ids, sample_seed(run_seed, step, 0, prompt.uid, sample), max_tokens)
+        for prompt in prompts
+        for sample in range(n)
+    ]
+
+
+def draw_own(
+    engine: RolloutEngine, requests: Sequence[Request], group_size: int, sampling: Sampling, mesh: Mesh
+) -> list[Rollout]:
+    """This rank's engine's share of `requests`, drawn. Inside `engine.awake`; every rank must call it."""
+    own = engine_slice(len(requests) // group_size, group_size, mesh.engine, mesh.engines)
+    return engine.generate(requests[own.start : own.stop], sampling)
+
+
+def score_own(
+    rewards: RewardRunner,
+    rollouts: Sequence[Rollout],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    *,
+    step: int,
+) -> list[Sample]:
+    """This engine's rollouts, decoded and scored, on its first rank; nothing on its others."""
+    if mesh.tp_rank != 0:
+        return []
+    by_uid = {prompt.uid: prompt for prompt in prompts}
+    responses = tokenizer.batch_decode(
+        [rollout.response_ids.tolist() for rollout in rollouts], skip_special_tokens=True
+    )
+    requests = []
+    for rollout, response in zip(rollouts, responses, strict=True):
+        prompt = by_uid[rollout.uid]
+        requests.append(RewardRequest(prompt.text, response, prompt.reference, prompt.meta, step))
+    return [Sample(*parts) for parts in zip(rollouts, responses, rewards.score(requests), strict=True)]
+
+
+def share_samples(own: Sequence[Sample], mesh: Mesh) -> list[Sample]:
+    """All engines' samples, in the order of the requests, on every rank."""
+    return [sample for part in mesh.gather(list(own)) for sample in part]

@@ -1,0 +1,148 @@
+"""What a run is made of, built in the order in which mistakes are cheapest to find.
+
+    rules -> rewards -> model folder, config, tokenizer -> data -> ranks -> policy, reference, optimizer -> engine
+
+Everything up to `ranks` needs no weights and takes seconds. The policy is built before the engine, so that the engine
+sees what memory is left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from fastgrpo import hub
+from fastgrpo.batch.mini_batches import Share
+from fastgrpo.batch.packing import attention_cost
+from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, total_steps
+from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
+from fastgrpo.launch import count_gpus, resolve_device
+from fastgrpo.mesh import Mesh, build_mesh
+from fastgrpo.policy.actor import Actor, uses_reference
+from fastgrpo.policy.model import Policy, build_policy
+from fastgrpo.policy.selfcheck import check_packing
+from fastgrpo.records import Sampling
+from fastgrpo.reward import RewardRunner, build_rewards
+from fastgrpo.rollout import build_engine
+from fastgrpo.rollout.engine import RolloutEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    layout: Layout
+    mesh: Mesh
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptSet
+    val: PromptSet
+    total_steps: int
+    rewards: RewardRunner
+    actor: Actor
+    engine: RolloutEngine
+    share: Share
+    sampling: Sampling
+
+
+def build_stages(
+    config: RunConfig, prompts: Sequence[Any] | None = None, reward: Callable[..., object] | None = None
+) -> Stages:
+    """Raises UserError (ConfigError) for every mistake that shows before training."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    layout = check(
+        config,
+        world,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        needs_data=prompts is None,
+        needs_reward=reward is None,
+    )
+    device_type = resolve_device(config, count_gpus())
+    rewards = build_rewards(config.reward, reward)
+    model_dir = hub.resolve_model(config.model.path)
+    ref_dir = hub.resolve_model(config.ref.path, option="ref.path") if config.ref.path else model_dir
+    model_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+    check_model(
+        config,
+        layout,
+        num_heads=model_config.num_attention_heads,
+        num_kv_heads=model_config.num_key_value_heads,
+        max_positions=model_config.max_position_embeddings,
+        vocab=model_config.vocab_size,
+    )
+    check_packing(model_config, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model, model_dir)
+    seed = config.trainer.seed
+    if prompts is None:
+        train = load_prompts(config.data, tokenizer, split="train", seed=seed)
+    else:
+        train = prompts_from_python(prompts, tokenizer, config.data)
+    val = load_prompts(config.data, tokenizer, split="val", seed=seed)
+    steps = total_steps(config, len(train))
+    rewards.start()
+
+    mesh = build_mesh(device_type, sp=layout.sp, tp=layout.tp, replicas=layout.replicas)
+    torch.manual_seed(seed)
+    policy = _build_policy(config, model_dir, mesh, trainable=True)
+    reference = _build_policy(config, ref_dir, mesh, trainable=False) if uses_reference(config.actor) else None
+    actor = Actor(policy, reference, config, steps * layout.updates_per_step)
+    engine = build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
+    share = Share(
+        dp=mesh.dp,
+        dp_rank=mesh.dp_rank,
+        sp=mesh.sp,
+        sp_rank=mesh.sp_rank,
+        max_tokens=layout.tokens_per_micro_batch,
+        max_sequences=layout.max_sequences_per_micro_batch,
+        cost=_cost(model_config, policy),
+        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+    )
+    rollout = config.rollout
+    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty)
+    return Stages(layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, share, sampling)
+
+
+def compute_dtype(wanted: Dtype, device_type: str) -> torch.dtype:
+    if wanted == Dtype["auto"]:
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return getattr(torch, str(wanted))
+
+
+def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: bool) -> Policy:
+    actor, device_type = config.actor, mesh.device.type
+    own_dtype = actor.dtype if trainable or config.ref.dtype == Dtype["auto"] else config.ref.dtype
+    return build_policy(
+        folder,
+        mesh,
+        dtype=compute_dtype(own_dtype, device_type),
+        attention_backend=str(actor.attention),
+        trainable=trainable,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        activation_offload=actor.activation_offload,
+        reshard_after_forward=actor.fsdp.reshard_after_forward,
+        offload_policy=actor.fsdp.offload_policy if trainable else config.ref.offload_policy,
+        use_liger=actor.use_liger,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def end_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:
+    """Every id that ends a response: the tokenizer's end token and all that the model's generation config names."""
+    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if (model_dir / "generation_config.json").exists():
+        more = GenerationConfig.from_pretrained(model_dir).eos_token_id
+        found += more if isinstance(more, list) else [] if more is None else [more]
+    return tuple(dict.fromkeys(found))
+
+
+def _cost(config: PretrainedConfig, policy: Policy) -> Callable[[int], float]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return attention_cost(
+        num_parameters=sum(parameter.numel() for parameter in policy.module.parameters()),
+        num_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=head_dim,
+    )

@@ -1,0 +1,129 @@
+"""A step in numbers: groups and advantages from the scores, and the record of the step. The same on every rank.
+
+Shape suffixes: N sequences in the order of the requests, P prompts, G samples a prompt, N = P * G.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fastgrpo.algorithm.advantage import ADVANTAGES, group_means
+from fastgrpo.clock import Clock
+from fastgrpo.config import RunConfig
+from fastgrpo.errors import UserError
+from fastgrpo.evaluate import part_means
+from fastgrpo.metrics import loss_metrics, ratio
+from fastgrpo.policy.actor import UpdateResult
+from fastgrpo.records import Rollout, Sample, StepRecord
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    rewards_N: Tensor  # float64, NaN = unscored
+    advantages_N: Tensor  # float64
+    means_P: Tensor  # float64, NaN = no member scored
+
+
+def make_groups(samples: Sequence[Sample], config: RunConfig) -> Groups:
+    """Raises UserError when no sample of the step could be scored: there is nothing to learn from."""
+    totals_N = [sample.score.total for sample in samples]
+    if all(total is None for total in totals_N):
+        first = samples[0].score
+        raise UserError(
+            f"none of the step's {len(samples)} samples could be scored (the first: {first.status}, {first.error}); "
+            "look at the reward function, its reference column (data.reference_key) and reward.timeout_s."
+        )
+    rewards_N = torch.tensor([math.nan if total is None else total for total in totals_N], dtype=torch.float64)
+    group_N = torch.arange(len(samples)) // config.rollout.n
+    algorithm = config.algorithm
+    advantages_N = ADVANTAGES[algorithm.adv_estimator](rewards_N, group_N, by_std=algorithm.norm_adv_by_std_in_grpo)
+    return Groups(rewards_N, advantages_N, group_means(rewards_N, group_N))
+
+
+def make_record(
+    step: int,
+    samples: Sequence[Sample],
+    groups: Groups,
+    sums: Mapping[str, float],
+    update: UpdateResult,
+    clock: Clock,
+    config: RunConfig,
+) -> StepRecord:
+    timings = clock.finish()
+    loss = loss_metrics(sums)
+    metrics = (
+        reward_metrics(samples, groups)
+        | length_metrics([sample.rollout for sample in samples])
+        | loss
+        | {
+            "actor/grad_norm": ratio(sum(update.grad_norms), len(update.grad_norms)),
+            "actor/lr": update.lr,
+            "actor/updates": float(len(update.grad_norms)),
+            "actor/skipped_updates": float(update.skipped),
+            "perf/tokens_per_s": sum(sample.rollout.num_tokens for sample in samples) / timings["step"],
+        }
+        | {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
+        | clock.memory
+    )
+    n = config.rollout.n
+    return StepRecord(
+        step=step,
+        rewards_PG=_by_group([sample.score.total for sample in samples], n),
+        group_means_P=[None if math.isnan(mean) else mean for mean in groups.means_P.tolist()],
+        advantages_PG=_by_group(groups.advantages_N.tolist(), n),
+        responses_PG=_by_group([sample.response for sample in samples], n),
+        loss=loss["actor/loss"],
+        kl=loss.get("actor/kl"),
+        timings=timings,
+        metrics=metrics,
+    )
+
+
+def reward_metrics(samples: Sequence[Sample], groups: Groups) -> dict[str, float]:
+    """Over the scored samples; a group without signal is one whose advantages are all 0."""
+    scored = groups.rewards_N[~groups.rewards_N.isnan()]
+    num_groups = len(groups.means_P)
+    signal_P = groups.advantages_N.view(num_groups, -1).ne(0).any(dim=1)
+    metrics = {f"reward/{status}": 0.0 for status in ("scored", "timeout", "error")}
+    for sample in samples:
+        metrics[f"reward/{sample.score.status}"] += 1
+    if scored.numel():
+        metrics |= {
+            "reward/mean": scored.mean().item(),
+            "reward/std": scored.std(correction=0).item(),
+            "reward/min": scored.min().item(),
+            "reward/max": scored.max().item(),
+        }
+    metrics["reward/zero_signal_groups"] = 1 - signal_P.double().mean().item()
+    return metrics | part_means(samples, "reward/part")
+
+
+def length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of what the engine drew, before anything was filtered."""
+    lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.float64)
+    prompts = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts], dtype=torch.float64)
+    truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
+    stopped = lengths[~truncated]
+    metrics = {
+        "response_length/mean": lengths.mean().item(),
+        "response_length/min": lengths.min().item(),
+        "response_length/max": lengths.max().item(),
+        "response_length/truncated": truncated.double().mean().item(),
+        "prompt_length/mean": prompts.mean().item(),
+        "prompt_length/max": prompts.max().item(),
+    }
+    if stopped.numel():
+        metrics["response_length/stopped_mean"] = stopped.mean().item()
+    return metrics
+
+
+def _by_group(values_N: Sequence[T], n: int) -> list[list[T]]:
+    return [list(values_N[start : start + n]) for start in range(0, len(values_N), n)]

@@ -1,0 +1,154 @@
+"""The order of a step, on one screen.
+
+    1 prompts     every rank takes the same slice of the global order
+    2 rollout     the engine wakes with the policy's weights, draws, sleeps
+    3 reward      in worker processes; then every rank holds every rollout and its score
+    4 advantage   within each prompt's group
+    5 pack, 6 weights   each rank cuts the same plan and takes its share
+    7 old, ref    logprobs under the weights of the rollout and the reference, where something needs them
+    8 update      mini-batch after mini-batch
+    9 record
+
+What each phase does is in its own module; what they hand each other is in records.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_scoring_batches
+from fastgrpo.checkpoint import save_model
+from fastgrpo.clock import Clock
+from fastgrpo.config import RunConfig
+from fastgrpo.data.order import step_prompts
+from fastgrpo.evaluate import Validation, answer_rows, validate
+from fastgrpo.gate import check_gap
+from fastgrpo.metrics import Sums
+from fastgrpo.policy.actor import uses_reference
+from fastgrpo.records import Prompt, Rollout, StepRecord
+from fastgrpo.report import Report
+from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
+from fastgrpo.stages import build_stages
+from fastgrpo.summary import Groups, make_groups, make_record
+
+
+class Trainer:
+    """One run. `prompts` and `reward` replace what the configuration names: a list of strings, message lists or rows,
+    and a function (prompt, response, reference, meta, step) -> float.
+
+        trainer = Trainer(RunConfig(...), prompts=["..."], reward=score)
+        record = trainer.step()     # one step
+        trainer.run()               # all of them, with validation, files and the trained model
+    """
+
+    def __init__(
+        self, config: RunConfig, *, prompts: Sequence[Any] | None = None, reward: Callable[..., object] | None = None
+    ) -> None:
+        self.config = config
+        self.stages = build_stages(config, prompts, reward)
+        self.steps_done = 0
+        self._rows: list[dict[str, Any]] = []  # the last step's samples, for the files
+
+    def run(self) -> None:
+        """All steps. With validation data it validates before the first (`val_before_train`), every `test_freq` and
+        after the last."""
+        s, trainer = self.stages, self.config.trainer
+        report = Report(self.config, s.mesh, s.total_steps)
+        has_val = len(s.val) > 0
+        if has_val and trainer.val_before_train:
+            self.validate(report)
+        while self.steps_done < s.total_steps:
+            report.step(self.step(), self._rows)
+            last = self.steps_done == s.total_steps
+            if has_val and (last or due(self.steps_done, trainer.test_freq)):
+                self.validate(report)
+            if not last and due(self.steps_done, trainer.save_freq):
+                save_model(s.actor.policy, s.tokenizer, report.folder / f"model-step-{self.steps_done}", s.mesh)
+        if trainer.save_final:
+            save_model(s.actor.policy, s.tokenizer, report.folder / "model", s.mesh)
+        report.close()
+        self.close()
+
+    def step(self) -> StepRecord:
+        """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""
+        s, config, step = self.stages, self.config, self.steps_done
+        clock = Clock(s.mesh.device)
+        prompts = step_prompts(s.train, step, config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
+        own = self._draw(prompts, clock)
+        with clock("reward"):
+            samples = share_samples(score_own(s.rewards, own, prompts, s.tokenizer, s.mesh, step=step), s.mesh)
+            rollouts = [sample.rollout for sample in samples]
+        groups = make_groups(samples, config)
+        if step == 0:
+            with clock("gate"):  # before any update: every response token, trained or not
+                check_gap(s.actor.gap(build_scoring_batches(rollouts, s.share)).reduce(s.mesh), config)
+        mini_batches = self._mini_batches(rollouts, groups)
+        with clock("old"):  # one update: the ratio is 1, and the logprobs of the update are those of the rollout
+            old_R = s.actor.old_logprobs(mini_batches) if s.layout.updates_per_step > 1 else None
+        with clock("ref"):
+            ref_R = s.actor.ref_logprobs(mini_batches)
+        with clock("update"):
+            sums = Sums()
+            update = s.actor.update(mini_batches, old_R, ref_R, sums)
+            reduced = sums.reduce(s.mesh)
+        check_gap(reduced, config)
+        self.steps_done += 1
+        self._rows = answer_rows(samples, prompts)
+        return make_record(self.steps_done, samples, groups, reduced, update, clock, config)
+
+    def validate(self, report: Report | None = None) -> Validation:
+        """The held-out score of the weights as they are."""
+        s, step = self.stages, self.steps_done
+        answers = None if report is None else report.answers(step)
+        with s.engine.awake(s.actor.export, s.actor.version):
+            result = validate(
+                s.engine, s.rewards, s.val.prompts, s.tokenizer, self.config, s.mesh, step=step, answers=answers
+            )
+        s.actor.take_back()
+        if report is not None:
+            report.validation(step, result)
+        return result
+
+    def _draw(self, prompts: Sequence[Prompt], clock: Clock) -> list[Rollout]:
+        """This rank's engine's share of the step's samples."""
+        s, config = self.stages, self.config
+        requests = make_requests(
+            prompts,
+            config.rollout.n,
+            run_seed=config.trainer.seed,
+            step=self.steps_done,
+            max_tokens=config.data.max_response_length,
+        )
+        with ExitStack() as awake:
+            with clock("sync"):
+                awake.enter_context(s.engine.awake(s.actor.export, s.actor.version))
+            with clock("gen"):
+                own = draw_own(s.engine, requests, config.rollout.n, s.sampling, s.mesh)
+            clock.note_rollout_memory()
+        s.actor.take_back()
+        return own
+
+    def _mini_batches(self, rollouts: Sequence[Rollout], groups: Groups) -> list[MiniBatch]:
+        actor, layout = self.config.actor, self.stages.layout
+        return build_mini_batches(
+            rollouts,
+            groups.advantages_N.numpy(),
+            ~groups.rewards_N.isnan().numpy(),
+            self.stages.share,
+            sequences=layout.sequences_per_update,
+            keep_zero_advantage=uses_reference(actor) or actor.entropy_coeff != 0,
+            loss_agg_mode=str(actor.loss_agg_mode),
+            max_response_length=layout.max_response_length,
+            loss_scale_factor=actor.loss_scale_factor,
+        )
+
+    def close(self) -> None:
+        self.stages.rewards.close()
+        self.stages.engine.close()
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps (-1: never) happens after `step` steps."""
+    return every > 0 and step % every == 0
