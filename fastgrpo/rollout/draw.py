@@ -49,7 +49,7 @@ def score_own(
     step: int,
 ) -> list[Sample]:
     """This engine's rollouts, decoded and scored, on its first rank; nothing on its others."""
-    if mesh.tp_rank != 0:
+    if mesh.tp_rank != 0 or not rollouts:  # batch_decode makes one text of no sequences
         return []
     by_uid = {prompt.uid: prompt for prompt in prompts}
     responses = tokenizer.batch_decode(

@@ -1,0 +1,85 @@
+"""The configuration: the schema, the rules that it must obey, and the numbers that follow from it.
+
+    schema.py   every option, its default and its unit
+    build.py    plain documents (YAML) <-> the schema; types and unknown keys
+    names.py    what verl's and TRL's names are called here
+    layout.py   the numbers that follow from the options and the number of ranks
+    rules.py    one function a rule; `check` runs them all
+
+It imports neither torch nor vllm nor hydra, so that a mistake is answered in milliseconds and every shipped experiment
+is checked on a laptop.
+"""
+
+from fastgrpo.config.build import build, option_keys, to_document
+from fastgrpo.config.layout import Layout, total_steps
+from fastgrpo.config.rules import check, check_model
+from fastgrpo.config.schema import (
+    ActorConfig,
+    AdvEstimator,
+    AlgorithmConfig,
+    ArithmeticConfig,
+    Attention,
+    DataConfig,
+    Device,
+    Dtype,
+    FsdpConfig,
+    Gsm8kMode,
+    HeadImpl,
+    KlType,
+    LossAgg,
+    ModelConfig,
+    OptimConfig,
+    PolicyLoss,
+    RefConfig,
+    RegexRule,
+    RewardConfig,
+    RewardFunctionConfig,
+    RewardKind,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+    RolloutIs,
+    RunConfig,
+    Schedule,
+    TrainerConfig,
+    Truncation,
+    ValidationSampling,
+)
+
+__all__ = [
+    "ActorConfig",
+    "AdvEstimator",
+    "AlgorithmConfig",
+    "ArithmeticConfig",
+    "Attention",
+    "DataConfig",
+    "Device",
+    "Dtype",
+    "FsdpConfig",
+    "Gsm8kMode",
+    "HeadImpl",
+    "KlType",
+    "Layout",
+    "LossAgg",
+    "ModelConfig",
+    "OptimConfig",
+    "PolicyLoss",
+    "RefConfig",
+    "RegexRule",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RewardKind",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "RolloutIs",
+    "RunConfig",
+    "Schedule",
+    "TrainerConfig",
+    "Truncation",
+    "ValidationSampling",
+    "build",
+    "check",
+    "check_model",
+    "option_keys",
+    "to_document",
+    "total_steps",
+]

@@ -1,0 +1,197 @@
+"""What to answer to a key that the schema does not have: verl's and TRL's names with ours beside them, or near misses.
+
+VERL holds only names that differ; `actor_rollout_ref.X` is answered with X where the schema has X. A value is our key,
+or `nothing: ` and why where there is no counterpart. A key that ends in a dot stands for all that begins with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+_BUDGET = "actor.max_tokens_per_gpu (tokens; old and reference passes use the micro-batches of the update)"
+_PACKED = "nothing: rows are always packed, within actor.max_tokens_per_gpu"
+_FUNCTIONS = "reward.functions.NAME.kind, a function a label, summed with their weights"
+_REWARD_PATH = "reward.functions.NAME.path, with reward.functions.NAME.kind=custom"
+_REWARD_NAME = "reward.functions.NAME.name, with reward.functions.NAME.kind=custom"
+_NO_CRITIC = "nothing: GRPO compares the samples of a group and has no critic"
+_NO_DISCOUNT = "nothing: GRPO neither discounts nor bootstraps"
+_KL_LOSS = "actor.use_kl_loss (the KL term is part of the loss)"
+_COLOCATED = "nothing: engine and trainer always share each GPU, in one process"
+
+VERL = {
+    "data.seed": "trainer.seed",
+    "data.trust_remote_code": "model.trust_remote_code",
+    "data.tokenizer": "model.tokenizer_path",
+    "data.val_batch_size": "nothing: validation is handed to the engine at once",
+    "data.reward_fn_key": _FUNCTIONS,
+    "data.filter_overlong_prompts_workers": "nothing: data.filter_overlong_prompts is enough",
+    "data.return_raw_chat": "nothing: the chat template is applied once",
+    "data.image_key": "nothing: prompts are text only",
+    "actor_rollout_ref.hybrid_engine": _COLOCATED,
+    "actor_rollout_ref.nccl_timeout": "nothing yet",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
+    "actor_rollout_ref.model.enable_activation_offload": "actor.activation_offload",
+    "actor_rollout_ref.model.use_remove_padding": _PACKED,
+    "actor_rollout_ref.model.use_liger": "actor.use_liger",
+    "actor_rollout_ref.model.use_fused_kernels": "actor.head",
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend": "actor.head",
+    "actor_rollout_ref.model.custom_chat_template": "model.chat_template",
+    "actor_rollout_ref.model.lora_rank": "nothing: adapters are not supported",
+    "actor_rollout_ref.actor.strategy": "nothing: FSDP2 always",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor.micro_batch_size_per_gpu (sequences)",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "actor.micro_batch_size_per_gpu (sequences)",
+    "actor_rollout_ref.actor.use_dynamic_bsz": _PACKED,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_gpu",
+    "actor_rollout_ref.actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "actor.policy_loss",
+    "actor_rollout_ref.actor.data_loader_seed": "trainer.seed",
+    "actor_rollout_ref.actor.entropy_from_logits_with_chunking": "nothing: logits exist only in chunks",
+    "actor_rollout_ref.actor.entropy_checkpointing": "nothing: logits exist only in chunks",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "actor.optim.lr_warmup_steps (updates)",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.optim.total_training_steps": "trainer.max_steps",
+    "actor_rollout_ref.actor.optim.betas": "actor.optim.beta1 and actor.optim.beta2",
+    "actor_rollout_ref.actor.optim.clip_grad": "actor.grad_clip",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "actor.fsdp.offload_during_rollout",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.fsdp.offload_during_rollout",
+    "actor_rollout_ref.actor.fsdp_config.offload_policy": "actor.fsdp.offload_policy",
+    "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "actor.fsdp.reshard_after_forward",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": "actor.fsdp.replicas (= ranks / fsdp_size)",
+    "actor_rollout_ref.actor.fsdp_config.dtype": "actor.dtype",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": "actor.dtype (masters are always float32)",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": "actor.dtype",
+    "actor_rollout_ref.ref.model.path": "ref.path",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "ref.offload_policy",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": _BUDGET,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _BUDGET,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _PACKED,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _BUDGET,
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": _BUDGET,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _BUDGET,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _PACKED,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _BUDGET,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.kv_cache_gib (GiB, not a share of the GPU)",
+    "actor_rollout_ref.rollout.free_cache_engine": "rollout.sleep_level",
+    "actor_rollout_ref.rollout.mode": _COLOCATED,
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
+    "actor_rollout_ref.rollout.do_sample": "rollout.temperature (always sampled)",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val_kwargs.temperature (0 = greedy)",
+    "actor_rollout_ref.rollout.seed": "trainer.seed",
+    "actor_rollout_ref.rollout.calculate_log_probs": "nothing: always on",
+    "actor_rollout_ref.rollout.load_format": "nothing: weights always come from the trainer",
+    "actor_rollout_ref.rollout.data_parallel_size": "nothing: engines = ranks / rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": "rollout.tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.multi_turn.": "nothing: one turn a sample",
+    "actor_rollout_ref.rollout.agent.": "nothing: one turn a sample",
+    "algorithm.gamma": _NO_DISCOUNT,
+    "algorithm.lam": _NO_DISCOUNT,
+    "algorithm.use_kl_in_reward": _KL_LOSS,
+    "algorithm.kl_penalty": "actor.kl_loss_type",
+    "algorithm.kl_ctrl.kl_coef": "actor.kl_loss_coef",
+    "algorithm.kl_ctrl.": _KL_LOSS,
+    "algorithm.filter_groups.": "nothing: groups are not refilled",
+    "reward.custom_reward_function.path": _REWARD_PATH,
+    "reward.custom_reward_function.name": _REWARD_NAME,
+    "reward.reward_manager.": _FUNCTIONS,
+    "custom_reward_function.path": _REWARD_PATH,
+    "custom_reward_function.name": _REWARD_NAME,
+    "reward_model.": _FUNCTIONS,
+    "critic.": _NO_CRITIC,
+    "trainer.critic_warmup": _NO_CRITIC,
+    "trainer.total_training_steps": "trainer.max_steps",
+    "trainer.nnodes": "torchrun --nnodes=M --nproc-per-node=N",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.balance_batch": "nothing: ranks are always balanced by tokens",
+    "trainer.log_val_generations": "nothing: validation answers are always in the run folder",
+    "trainer.rollout_data_dir": "nothing: rollouts are always in the run folder",
+    "trainer.validation_data_dir": "nothing: validation answers are always in the run folder",
+    "ray_init.": "nothing: there is no Ray; processes come from torchrun",
+    "ray_kwargs.": "nothing: there is no Ray; processes come from torchrun",
+}
+
+TRL = {
+    "num_generations": "rollout.n",
+    "per_device_train_batch_size": "data.train_batch_size (prompts over all ranks) and actor.micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "nothing: it follows from actor.ppo_mini_batch_size and actor.max_tokens_per_gpu",
+    "generation_batch_size": "data.train_batch_size (prompts, not sequences)",
+    "steps_per_generation": "actor.ppo_mini_batch_size (prompts an update)",
+    "num_iterations": "actor.ppo_epochs",
+    "max_completion_length": "data.max_response_length",
+    "beta": "actor.kl_loss_coef, with actor.use_kl_loss",
+    "epsilon": "actor.clip_ratio_low",
+    "epsilon_high": "actor.clip_ratio_high",
+    "loss_type": "actor.loss_agg_mode",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
+    "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
+    "entropy_coef": "actor.entropy_coeff",
+    "learning_rate": "actor.optim.lr",
+    "warmup_steps": "actor.optim.lr_warmup_steps (updates)",
+    "warmup_ratio": "actor.optim.lr_warmup_steps (updates)",
+    "adam_beta1": "actor.optim.beta1",
+    "adam_beta2": "actor.optim.beta2",
+    "adam_epsilon": "actor.optim.eps",
+    "max_grad_norm": "actor.grad_clip",
+    "num_train_epochs": "trainer.total_epochs",
+    "logging_steps": "nothing: every step is logged",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "output_dir": "trainer.run_dir",
+    "run_name": "trainer.experiment_name",
+    "report_to": "trainer.logger",
+    "use_vllm": "rollout.name",
+    "vllm_mode": _COLOCATED,
+    "vllm_gpu_memory_utilization": "rollout.kv_cache_gib (GiB, not a share of the GPU)",
+    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "vllm_max_model_length": "rollout.max_model_len",
+    "vllm_enable_sleep_mode": "rollout.sleep_level",
+    "model_name_or_path": "model.path",
+    "attn_implementation": "actor.attention",
+    "use_liger_kernel": "actor.use_liger, and actor.head for the loss",
+    "bf16": "actor.dtype",
+    "dataset_name": "data.train_files",
+    "dataset_config": "data.hub_config",
+    "dataset_train_split": "data.train_split",
+    "dataset_test_split": "data.val_split",
+    "shuffle_dataset": "data.shuffle",
+    "chat_template_kwargs": "data.apply_chat_template_kwargs",
+    "reward_funcs": _FUNCTIONS,
+    "reward_weights": "reward.functions.NAME.weight",
+}
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """One line for a key that is not in `known`: whose name it is and what it is called here, or near misses."""
+    if ours := _verl(key, known):
+        return _answer(key, "verl", ours)
+    leaf = key.rpartition(".")[2]
+    if ours := TRL.get(leaf):
+        return _answer(key, "TRL", ours)
+    by_likeness = sorted(set(known), key=lambda candidate: SequenceMatcher(None, candidate, key).ratio(), reverse=True)
+    same_leaf = [candidate for candidate in by_likeness if candidate.rpartition(".")[2] == leaf]
+    near_leaf = [c for c in by_likeness if get_close_matches(leaf, [c.rpartition(".")[2]], cutoff=0.8)]
+    near = get_close_matches(key, by_likeness, n=3, cutoff=0.6)
+    proposals = list(dict.fromkeys([*same_leaf, *near_leaf, *near]))[:3]
+    if proposals:
+        return f"unknown key {key}: did you mean {' or '.join(proposals)}?"
+    return f"unknown key {key}: fastgrpo/config/schema.py holds every key"
+
+
+def _answer(key: str, whose: str, ours: str) -> str:
+    if ours.startswith("nothing"):
+        return f"unknown key {key}: {whose}'s, without a counterpart here{ours.removeprefix('nothing')}"
+    return f"unknown key {key}: {whose}'s; here it is {ours}"
+
+
+def _verl(key: str, known: Sequence[str]) -> str | None:
+    for path in (key, f"actor_rollout_ref.{key}"):
+        if path in VERL:
+            return VERL[path]
+        prefixes = [prefix for prefix in VERL if prefix.endswith(".") and path.startswith(prefix)]
+        if prefixes:
+            return VERL[max(prefixes, key=len)]
+    stripped = key.removeprefix("actor_rollout_ref.")
+    return stripped if stripped != key and stripped in known else None

@@ -1,0 +1,250 @@
+"""Every option with its default, unit and one sentence. The rules that they must obey are in rules.py.
+
+One tree of dataclasses, `RunConfig`, is composed (hydra, in train.py) or written in Python, checked once by
+`check(config, world_size)`, and never changed afterwards. Numbers that follow from others are not options: `Layout`
+computes them.
+
+Leaf names are verl's wherever the meaning is the same. Units are in the comments: prompts, sequences (= prompts x
+rollout.n), tokens, updates, steps. A step is one rollout and all the updates made from it.
+
+Why StrEnum("Name", {"value": "value"}): the values are verl's, and names such as `token-mean` are no identifiers. A
+plain string of the same spelling is as good as the member.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Device = StrEnum("Device", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
+Dtype = StrEnum("Dtype", {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"})
+LossAgg = StrEnum(
+    "LossAgg",
+    {
+        "token-mean": "token-mean",
+        "token-sum": "token-sum",
+        "seq-mean-token-sum": "seq-mean-token-sum",
+        "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
+        "seq-mean-token-mean": "seq-mean-token-mean",
+    },
+)
+PolicyLoss = StrEnum("PolicyLoss", {"vanilla": "vanilla"})
+KlType = StrEnum(
+    "KlType",
+    {
+        "low_var_kl": "low_var_kl",
+        "k3": "k3",
+        "kl": "kl",
+        "k1": "k1",
+        "mse": "mse",
+        "k2": "k2",
+        "abs": "abs",
+    },
+)
+AdvEstimator = StrEnum("AdvEstimator", {"grpo": "grpo"})
+Schedule = StrEnum("Schedule", {"constant": "constant", "cosine": "cosine"})
+Attention = StrEnum("Attention", {"auto": "auto", "flash": "flash", "varlen": "varlen", "sdpa": "sdpa"})
+HeadImpl = StrEnum("HeadImpl", {"auto": "auto", "reference": "reference"})
+RewardKind = StrEnum("RewardKind", {"gsm8k": "gsm8k", "rules": "rules", "custom": "custom"})
+Gsm8kMode = StrEnum("Gsm8kMode", {"strict": "strict", "flexible": "flexible"})
+Truncation = StrEnum("Truncation", {"error": "error", "left": "left", "right": "right"})
+RolloutIs = StrEnum("RolloutIs", {"token": "token", "none": "none"})
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str = ""  # Hugging Face id or folder of the policy
+    tokenizer_path: str | None = None  # defaults to `path`
+    chat_template: str | None = None  # Jinja file, or `plain` for base models that bring none; default: the tokenizer's
+    trust_remote_code: bool = False  # run code that comes with the checkpoint
+
+
+@dataclass(kw_only=True, slots=True)
+class ArithmeticConfig:
+    """Sums made on the spot (`data.train_files=[arithmetic]`): nothing to download."""
+
+    operations: str = "+"  # characters out of + - *
+    operands: int = 2  # numbers in one task
+    min_value: int = 0  # smallest operand
+    max_value: int = 99  # largest operand
+    template: str = "{task} ="  # what the user says; {task} is like `3 + 4`
+    train_size: int = 4096  # tasks
+    val_size: int = 128  # tasks, none of them in the training set
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    # each entry: a .jsonl, .json or .parquet file, a hub data set (`openai/gsm8k`), or `arithmetic`
+    train_files: list[str] = field(default_factory=list)
+    val_files: list[str] = field(default_factory=list)  # the same; empty: no validation
+    hub_config: str | None = None  # configuration of a hub data set, e.g. `main`
+    train_split: str = "train"  # split of a hub data set
+    val_split: str = "test"
+    prompt_key: str = "prompt"  # column with a string or a list of chat messages; dots go into nested columns
+    reference_key: str | None = "reference"  # column with the right answer; verl: reward_model.ground_truth; null: none
+    system_prompt: str | None = None  # put before a prompt that has no system message of its own; "" = an empty one
+    prompt_suffix: str = ""  # appended to the last user message
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
+    train_batch_size: int = 128  # prompts a step, over all ranks
+    max_prompt_length: int = 512  # tokens after the chat template
+    max_response_length: int = 1024  # tokens
+    filter_overlong_prompts: bool = True  # drop (and count) prompts above max_prompt_length
+    truncation: Truncation = Truncation["error"]  # what happens to them when they are not dropped
+    shuffle: bool = True  # a new global order each epoch, a function of (trainer.seed, epoch)
+    train_max_samples: int = -1  # prompts; -1 = all
+    val_max_samples: int = -1
+    arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class RegexRule:
+    pattern: str = ""  # for re.search on the response, special tokens and trailing space removed
+    score: float = 0.0  # added when it matches
+    flags: str = ""  # letters of re's inline flags: a i m s x
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardFunctionConfig:
+    kind: RewardKind = RewardKind["custom"]
+    weight: float = 1.0  # the sample's reward is the weighted sum of its functions' scores
+    mode: Gsm8kMode = Gsm8kMode["strict"]  # gsm8k: after the last `####`, or the last number anywhere
+    format_score: float = 0.0  # gsm8k: for a wrong answer in the right form
+    rules: list[RegexRule] = field(default_factory=list)  # rules: scores of all matching rules are summed
+    path: str | None = None  # custom: a Python file
+    name: str = "compute_score"  # custom: the function in it
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig:
+    functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)  # label (in the metrics) -> function
+    num_workers: int = 4  # processes a rank
+    timeout_s: float = 30.0  # seconds a sample; then its process is killed and the sample is unscored
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationSampling:
+    temperature: float = 0.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = -1
+    n: int = 1  # samples a prompt
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    name: str = "vllm"  # vllm, hf, or package.module:Class (see fastgrpo/rollout/engine.py)
+    n: int = 8  # samples a prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1 = all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    tensor_model_parallel_size: int = 1  # ranks an engine
+    max_model_len: int | None = None  # tokens; default max_prompt_length + max_response_length
+    max_num_seqs: int = 256  # sequences decoded at once by one engine
+    max_num_batched_tokens: int = 8192  # tokens one engine iteration prefills
+    kv_cache_gib: float | None = None  # GiB of KV cache a rank; default: what the phase leaves free (CUDA), 2 (CPU)
+    enforce_eager: bool = False  # no CUDA graphs: starts faster, generates slower
+    sleep_level: int = 2  # CUDA: 2 drops the engine's weights while training, 1 keeps a copy in host memory
+    dtype: Dtype = Dtype["auto"]  # engine weights; auto: bfloat16 on CUDA, float32 on CPU
+    max_logprob_gap: float = 0.1  # nats; mean |sampler - trainer| above it stops the run
+    val_kwargs: ValidationSampling = field(default_factory=ValidationSampling)
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    lr: float = 1e-6
+    lr_scheduler_type: Schedule = Schedule["constant"]
+    lr_warmup_steps: int = 0  # updates; update k of them runs at k / lr_warmup_steps of lr (k = 1, 2, ...)
+    min_lr_ratio: float = 0.0  # cosine ends at this share of lr
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(kw_only=True, slots=True)
+class FsdpConfig:
+    reshard_after_forward: bool = True  # free a block's full weights between its forward and its backward
+    replicas: int = 1  # HSDP: shards are kept inside world / replicas ranks and replicated over the replicas
+    offload_policy: bool = False  # FSDP2's CPU offload: masters, gradients and optimizer live in host memory
+    offload_during_rollout: bool = False  # move masters and optimizer to host memory while the engine generates
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    ppo_mini_batch_size: int | None = None  # prompts an update; default data.train_batch_size (one update a step)
+    ppo_epochs: int = 1  # passes over the rollout
+    max_tokens_per_gpu: int = 16384  # tokens a rank in one forward; a hard bound, times the sp size for a group
+    micro_batch_size_per_gpu: int | None = None  # sequences a rank in one forward, further limiting the tokens
+    policy_loss: PolicyLoss = PolicyLoss["vanilla"]
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0  # dual clip: lower bound c * A for negative advantages
+    loss_agg_mode: LossAgg = LossAgg["token-mean"]
+    loss_scale_factor: float | None = None  # seq-mean-token-sum-norm; default data.max_response_length
+    use_kl_loss: bool = True
+    kl_loss_coef: float = 0.001
+    kl_loss_type: KlType = KlType["low_var_kl"]
+    entropy_coeff: float = 0.0  # entropy bonus
+    grad_clip: float = 1.0  # global norm; 0 = none
+    max_skipped_updates: int = 3  # non-finite gradient norms in a row that stop the run
+    ulysses_sequence_parallel_size: int = 1  # ranks that share one row of tokens
+    dtype: Dtype = Dtype["auto"]  # compute; masters are float32. auto: bfloat16 on CUDA, float32 on CPU
+    attention: Attention = Attention["auto"]
+    head: HeadImpl = HeadImpl["auto"]  # auto: the fused kernels on CUDA; reference: chunked torch
+    use_liger: bool = True  # RMSNorm, SwiGLU and RoPE of liger-kernel, on CUDA where it is installed
+    gradient_checkpointing: int = 1  # recompute every k-th block in the backward: 1 = all, 0 = none
+    activation_offload: bool = False  # keep the activations between blocks in host memory
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class RefConfig:
+    path: str | None = None  # reference policy; default model.path
+    dtype: Dtype = Dtype["auto"]  # its weights and compute; auto as actor.dtype
+    offload_policy: bool = False  # keep its shards in host memory
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutCorrectionConfig:
+    rollout_is: RolloutIs = RolloutIs["token"]  # importance weight trainer / sampler on each token, truncated
+    rollout_is_threshold: float = 2.0  # upper bound of that weight
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    adv_estimator: AdvEstimator = AdvEstimator["grpo"]
+    norm_adv_by_std_in_grpo: bool = True
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    n_gpus_per_node: int = 1  # processes; more than one and a bare start: the program starts itself again
+    device: Device = Device["auto"]
+    max_steps: int | None = None  # default: total_epochs over the data
+    total_epochs: int = 1
+    seed: int = 0
+    project_name: str = "fastgrpo"
+    experiment_name: str = "run"
+    run_dir: str = "runs"  # a run writes to run_dir/experiment_name-<time>
+    logger: list[str] = field(default_factory=lambda: ["console"])  # console, tensorboard, wandb
+    save_freq: int = -1  # steps; -1 = only at the end
+    save_final: bool = True  # a Hugging Face folder of the trained model at the end
+    test_freq: int = -1  # steps; -1 = only before and after
+    val_before_train: bool = True
+    show_group_freq: int = 10  # steps between two groups shown on the console; 0 = never
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -1,0 +1,125 @@
+"""Rules of names, data and rewards. One function a rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import reduce
+from operator import attrgetter, or_
+
+from fastgrpo.config.layout import Layout
+from fastgrpo.config.schema import RunConfig
+from fastgrpo.config.wording import at
+
+LOGGERS = ("console", "tensorboard", "wandb")
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def dual_clip_above_1(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if c.actor.clip_ratio_c <= 1:
+        yield f"{at(c, 'actor.clip_ratio_c')} must be above 1, or it cuts the ordinary clip; verl's value is 3.0"
+
+
+def sleep_level_is_1_or_2(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if c.rollout.sleep_level not in (1, 2):
+        yield f"{at(c, 'rollout.sleep_level')} must be 2 (drop the engine's weights) or 1 (keep them in host memory)"
+
+
+def loggers_are_known(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for name in c.trainer.logger:
+        if name not in LOGGERS:
+            yield f"trainer.logger holds {name!r}; choose from {', '.join(LOGGERS)}"
+
+
+def names_are_usable(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if not c.model.path:
+        yield "model.path is empty; set a Hugging Face id or a folder"
+    if not c.trainer.run_dir:
+        yield "trainer.run_dir is empty; set a folder, such as runs"
+    if not re.fullmatch(r"[^/\\\s]+", c.trainer.experiment_name):
+        yield f"{at(c, 'trainer.experiment_name')} becomes part of a folder's name; leave out slashes and spaces"
+
+
+def engine_name_has_a_known_form(c: RunConfig, layout: Layout) -> Iterator[str]:
+    name = c.rollout.name
+    if name not in ("vllm", "hf") and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        yield f"rollout.name={name} is no engine; set vllm, hf, or package.module:Class"
+
+
+def data_is_given(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if not c.data.train_files:
+        yield "data.train_files is empty; set [FILE.jsonl], [owner/name] of a hub data set, or [arithmetic]"
+
+
+def data_files_have_a_known_form(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for key in ("data.train_files", "data.val_files"):
+        for entry in attrgetter(key)(c):
+            known = (
+                entry == "arithmetic" or entry.endswith(DATA_SUFFIXES) or re.fullmatch(r"[\w.-]+/[\w.-]+|[\w-]+", entry)
+            )
+            if not known:
+                yield (
+                    f"{key} holds {entry!r}, which is neither a {', '.join(DATA_SUFFIXES)} file, nor owner/name of a "
+                    "hub data set, nor arithmetic"
+                )
+
+
+def arithmetic_can_be_made(c: RunConfig, layout: Layout) -> Iterator[str]:
+    made = c.data.arithmetic
+    if not made.operations or not set(made.operations) <= set("+-*"):
+        yield f"data.arithmetic.operations={made.operations!r} must be characters out of + - *"
+    if made.min_value > made.max_value:
+        yield (
+            f"data.arithmetic.min_value={made.min_value} is above data.arithmetic.max_value={made.max_value}; "
+            "exchange them"
+        )
+    if "{task}" not in made.template:
+        yield f"data.arithmetic.template={made.template!r} has no place for the task; write {{task}} in it"
+
+
+def greedy_validation_draws_once(c: RunConfig, layout: Layout) -> Iterator[str]:
+    val = c.rollout.val_kwargs
+    if val.temperature == 0 and val.n > 1:
+        yield (
+            f"rollout.val_kwargs.n={val.n} greedy answers would all be equal; set rollout.val_kwargs.n=1 or "
+            "rollout.val_kwargs.temperature above 0"
+        )
+
+
+def reward_is_given(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if not c.reward.functions:
+        yield "reward.functions is empty; set reward.functions.NAME.kind to gsm8k, rules or custom"
+
+
+def reward_functions_are_complete(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        key = f"reward.functions.{label}"
+        if not re.fullmatch(r"[\w-]+", label):
+            yield f"{key}: the label becomes a metric's name; use letters, digits, _ and -"
+        if function.kind == "custom" and not (function.path or "").endswith(".py"):
+            yield f"{key}.path={function.path} must be a Python file; set {key}.path=FILE.py, or another {key}.kind"
+        if function.kind != "custom" and function.path is not None:
+            yield f"{key}.path={function.path} is not read with {key}.kind={function.kind}; set {key}.kind=custom"
+        if function.kind == "rules" and not function.rules:
+            yield f"{key}.rules is empty; give a list of {{pattern: ..., score: ...}}"
+        if function.kind != "rules" and function.rules:
+            yield f"{key}.rules is not read with {key}.kind={function.kind}; set {key}.kind=rules"
+        if function.kind == "gsm8k" and c.data.reference_key is None:
+            yield f"{key}.kind=gsm8k needs the right answers; set data.reference_key to their column"
+    if c.reward.functions and all(function.weight == 0 for function in c.reward.functions.values()):
+        yield "reward.functions: every weight is 0, so every reward is 0; set one reward.functions.NAME.weight"
+
+
+def patterns_compile(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        for i, rule in enumerate(function.rules):
+            key = f"reward.functions.{label}.rules[{i}]"
+            if not rule.pattern:
+                yield f"{key}.pattern is empty and would match every answer"
+            if not set(rule.flags) <= set("aimsx"):
+                yield f"{key}.flags={rule.flags!r} must be letters out of a i m s x"
+                continue
+            try:
+                re.compile(rule.pattern, reduce(or_, (re.RegexFlag[flag.upper()] for flag in rule.flags), 0))
+            except re.error as error:
+                yield f"{key}.pattern={rule.pattern!r} is no regular expression: {error}"

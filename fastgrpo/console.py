@@ -1,0 +1,43 @@
+"""Words for the person at the terminal, once over all ranks. Imports no torch: it speaks before torch is loaded.
+
+Under torchrun the first worker that exits takes the others with it. So rank 0 speaks at once, and the others wait
+before they end; those that hit the same mistake are ended while they wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from fastgrpo.errors import ConfigError, UserError
+
+PATIENCE_S = 15.0  # longer than rank 0 needs to start, meet the same mistake and exit
+TURN_S = 0.5  # between two ranks that wait to speak
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def complain(error: UserError) -> None:
+    """Print the message of `error` on standard error, once; returns when this rank may exit.
+
+    A ConfigError is the same on all ranks, so rank 0 speaks alone. Anything else may be known to one rank only (a file
+    missing on one node): after rank 0's turn each rank has its own.
+    """
+    if rank() > 0:
+        # The trainer's handler only notes the signal; here it is the sign that another rank has spoken.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE_S + TURN_S * rank())
+    if rank() == 0 or not isinstance(error, ConfigError):
+        lines = str(error).splitlines() or [type(error).__name__]
+        text = f" {lines[0]}" if len(lines) == 1 else "\n  ".join(["", *lines])
+        print(f"fastgrpo:{text}", file=sys.stderr, flush=True)

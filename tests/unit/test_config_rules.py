@@ -1,0 +1,356 @@
+"""Each rule broken once: the message names the keys, the values and the remedy."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import pytest
+
+from fastgrpo.config import Layout, RunConfig, build, check, check_model, total_steps
+from fastgrpo.config.rules import RULES
+from fastgrpo.errors import ConfigError
+
+VALID = {
+    "model": {"path": "some/model"},
+    "data": {"train_files": ["arithmetic"], "train_batch_size": 8, "max_prompt_length": 12, "max_response_length": 8},
+    "reward": {"functions": {"right": {"kind": "gsm8k"}}},
+    "rollout": {"n": 4},
+}
+
+
+def configured(overrides: Mapping[str, object]) -> RunConfig:
+    document = deepcopy(VALID)
+    for key, value in overrides.items():
+        *sections, leaf = key.split(".")
+        place: dict = document
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return build(document)
+
+
+def refusal(overrides: Mapping[str, object], world: int = 1, ranks_per_node: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        check(configured(overrides), world, ranks_per_node=ranks_per_node)
+    return str(refused.value).splitlines()
+
+
+SP, TP = "actor.ulysses_sequence_parallel_size", "rollout.tensor_model_parallel_size"
+STYLE = "reward.functions.style"
+
+# rule, ranks, what is set, what the message holds
+BROKEN = [
+    ("numbers_in_range", 1, {"data.train_batch_size": 0}, ["data.train_batch_size=0", "set 1 or more"]),
+    ("numbers_in_range", 1, {"rollout.n": -1}, ["rollout.n=-1", "set 1 or more"]),
+    ("numbers_in_range", 1, {"trainer.max_steps": 0}, ["trainer.max_steps=0", "set 1 or more"]),
+    ("numbers_in_range", 1, {SP: 0}, [f"{SP}=0", "set 1 or more"]),
+    ("numbers_in_range", 1, {TP: 0}, [f"{TP}=0", "set 1 or more"]),
+    ("numbers_in_range", 1, {"actor.fsdp.replicas": 0}, ["actor.fsdp.replicas=0", "set 1 or more"]),
+    ("numbers_in_range", 1, {"actor.optim.lr": -1e-6}, ["actor.optim.lr=-1e-06", "set 0 or more"]),
+    ("numbers_in_range", 1, {"rollout.temperature": 0.0}, ["rollout.temperature=0.0", "above 0"]),
+    ("numbers_in_range", 1, {"rollout.top_p": 1.5}, ["rollout.top_p=1.5", "1 or less"]),
+    ("numbers_in_range", 1, {"rollout.kv_cache_gib": 0}, ["rollout.kv_cache_gib=0.0", "above 0"]),
+    ("numbers_in_range", 1, {"actor.clip_ratio_low": 1.0}, ["actor.clip_ratio_low=1.0", "below 1"]),
+    ("numbers_in_range", 1, {"actor.optim.beta2": 1.0}, ["actor.optim.beta2=1.0", "below 1"]),
+    ("numbers_in_range", 1, {"rollout.min_p": -0.1}, ["rollout.min_p=-0.1", "0 or more"]),
+    ("numbers_in_range", 1, {"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (only at the end)"]),
+    ("numbers_in_range", 1, {"trainer.test_freq": -2}, ["trainer.test_freq=-2", "-1 (only before and after)"]),
+    ("dual_clip_above_1", 1, {"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1", "3.0"]),
+    ("sleep_level_is_1_or_2", 1, {"rollout.sleep_level": 3}, ["rollout.sleep_level=3", "must be 2"]),
+    ("loggers_are_known", 1, {"trainer.logger": ["swanlab"]}, ["'swanlab'", "console, tensorboard, wandb"]),
+    ("names_are_usable", 1, {"model.path": ""}, ["model.path is empty"]),
+    ("names_are_usable", 1, {"trainer.experiment_name": "a/b"}, ["trainer.experiment_name=a/b"]),
+    ("names_are_usable", 1, {"trainer.run_dir": ""}, ["trainer.run_dir is empty"]),
+    ("engine_name_has_a_known_form", 1, {"rollout.name": "sglang"}, ["rollout.name=sglang", "package.module:Class"]),
+    (
+        "mini_batch_divides_batch",
+        1,
+        {"data.train_batch_size": 6, "actor.ppo_mini_batch_size": 4},
+        ["data.train_batch_size=6", "actor.ppo_mini_batch_size=4", "set actor.ppo_mini_batch_size=3"],
+    ),
+    (
+        "mini_batch_divides_batch",
+        1,
+        {"actor.ppo_mini_batch_size": 16},
+        ["data.train_batch_size=8", "actor.ppo_mini_batch_size=16", "set actor.ppo_mini_batch_size=8"],
+    ),
+    (
+        "micro_batch_within_mini_batch",
+        4,
+        {
+            "data.train_batch_size": 6,
+            "actor.ppo_mini_batch_size": 2,
+            SP: 2,
+            "actor.micro_batch_size_per_gpu": 16,
+        },
+        ["actor.micro_batch_size_per_gpu=16", "4 = 2 prompts x rollout.n=4 / 2 data ranks", "set 4 or less"],
+    ),
+    ("group_has_two_samples", 1, {"rollout.n": 1}, ["rollout.n=1", "algorithm.adv_estimator=grpo", "set rollout.n=2"]),
+    (
+        "every_rank_gets_a_sequence",
+        16,
+        {"data.train_batch_size": 2, "rollout.n": 4, TP: 4},
+        [
+            "8 sequences",
+            "data.train_batch_size=2",
+            "16 data ranks and 4 engines",
+            "set data.train_batch_size=4 or more",
+        ],
+    ),
+    (
+        "every_rank_gets_a_sequence",
+        16,
+        {"data.train_batch_size": 2, "rollout.n": 4, SP: 4},
+        ["8 sequences", "rollout.n=4", "4 data ranks and 16 engines"],
+    ),
+    (
+        "scale_factor_is_read",
+        1,
+        {"actor.loss_scale_factor": 512},
+        ["actor.loss_scale_factor=512.0", "actor.loss_agg_mode=token-mean", "seq-mean-token-sum-norm"],
+    ),
+    (
+        "warmup_ends_within_the_run",
+        1,
+        {"actor.optim.lr_warmup_steps": 50, "trainer.max_steps": 10, "actor.ppo_mini_batch_size": 2},
+        ["actor.optim.lr_warmup_steps=50", "40 updates = trainer.max_steps=10 x 4", "set 40 or less"],
+    ),
+    (
+        "longest_sequence_fits_the_engine",
+        1,
+        {"rollout.max_model_len": 16},
+        ["data.max_prompt_length=12 + data.max_response_length=8 = 20", "rollout.max_model_len=16", "=20"],
+    ),
+    (
+        "longest_sequence_fits_the_token_budget",
+        2,
+        {"actor.max_tokens_per_gpu": 9, SP: 2},
+        ["= 20 tokens", "18 = actor.max_tokens_per_gpu=9 x", f"{SP}=2", "set actor.max_tokens_per_gpu=10"],
+    ),
+    (
+        "engine_prefills_every_sequence",
+        1,
+        {"rollout.max_num_batched_tokens": 100},
+        ["rollout.max_num_batched_tokens=100", "rollout.max_num_seqs=256", "set rollout.max_num_batched_tokens=256"],
+    ),
+    ("groups_divide_the_ranks", 6, {SP: 4}, [f"{SP}=4 does not divide the 6 ranks", "set 1, 2, 3 or 6"]),
+    ("groups_divide_the_ranks", 4, {TP: 3}, [f"{TP}=3 does not divide the 4 ranks", "set 1, 2 or 4"]),
+    ("replicas_hold_whole_groups", 4, {"actor.fsdp.replicas": 3}, ["actor.fsdp.replicas=3", "set 1, 2 or 4"]),
+    (
+        "replicas_hold_whole_groups",
+        4,
+        {"actor.fsdp.replicas": 2, SP: 4},
+        ["actor.fsdp.replicas=2", "2 of 4", f"{SP}=4"],
+    ),
+    ("hf_engine_has_no_tensor_parallelism", 2, {"rollout.name": "hf", TP: 2}, [f"{TP}=2", "rollout.name=vllm"]),
+    (
+        "one_kind_of_offload",
+        1,
+        {"actor.fsdp.offload_policy": True, "actor.fsdp.offload_during_rollout": True},
+        ["actor.fsdp.offload_policy=true", "set actor.fsdp.offload_during_rollout=false"],
+    ),
+    (
+        "attention_runs_on_the_device",
+        1,
+        {"trainer.device": "cpu", "actor.attention": "flash"},
+        ["actor.attention=flash", "trainer.device=cpu"],
+    ),
+    ("data_is_given", 1, {"data.train_files": []}, ["data.train_files is empty"]),
+    ("data_files_have_a_known_form", 1, {"data.val_files": ["my.csv"]}, ["data.val_files holds 'my.csv'", ".jsonl"]),
+    ("arithmetic_can_be_made", 1, {"data.arithmetic.operations": "+/"}, ["data.arithmetic.operations='+/'"]),
+    ("arithmetic_can_be_made", 1, {"data.arithmetic.min_value": 100}, ["min_value=100", "max_value=99"]),
+    ("arithmetic_can_be_made", 1, {"data.arithmetic.template": "add"}, ["template='add'", "{task}"]),
+    ("greedy_validation_draws_once", 1, {"rollout.val_kwargs.n": 4}, ["rollout.val_kwargs.n=4", "temperature"]),
+    ("reward_is_given", 1, {"reward.functions": {}}, ["reward.functions is empty"]),
+    ("reward_functions_are_complete", 1, {STYLE: {"kind": "custom"}}, [f"{STYLE}.path=None", "Python file"]),
+    ("reward_functions_are_complete", 1, {STYLE: {"kind": "rules"}}, [f"{STYLE}.rules is empty"]),
+    (
+        "reward_functions_are_complete",
+        1,
+        {STYLE: {"kind": "gsm8k", "rules": [{"pattern": "a"}]}},
+        [f"{STYLE}.rules is not read", f"set {STYLE}.kind=rules"],
+    ),
+    (
+        "reward_functions_are_complete",
+        1,
+        {STYLE: {"kind": "gsm8k", "path": "a.py"}},
+        [f"{STYLE}.path=a.py is not read", f"set {STYLE}.kind=custom"],
+    ),
+    ("reward_functions_are_complete", 1, {"data.reference_key": None}, ["kind=gsm8k", "data.reference_key"]),
+    ("reward_functions_are_complete", 1, {"reward.functions.right.weight": 0}, ["every weight is 0"]),
+    (
+        "reward_functions_are_complete",
+        1,
+        {"reward.functions": {"a b": {"kind": "gsm8k"}}},
+        ["reward.functions.a b", "label"],
+    ),
+    (
+        "patterns_compile",
+        1,
+        {STYLE: {"kind": "rules", "rules": [{"pattern": "a"}, {"pattern": "(b"}]}},
+        [f"{STYLE}.rules[1].pattern='(b'", "unterminated"],
+    ),
+    (
+        "patterns_compile",
+        1,
+        {STYLE: {"kind": "rules", "rules": [{"score": 1}]}},
+        [f"{STYLE}.rules[0].pattern is empty"],
+    ),
+    (
+        "patterns_compile",
+        1,
+        {STYLE: {"kind": "rules", "rules": [{"pattern": "a", "flags": "g"}]}},
+        [f"{STYLE}.rules[0].flags='g'", "a i m s x"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "world", "overrides", "fragments"), BROKEN)
+def test_a_broken_rule_is_one_line_with_keys_values_and_remedy(
+    rule: str, world: int, overrides: Mapping[str, object], fragments: list[str]
+) -> None:
+    lines = refusal(overrides, world)
+    assert len(lines) == 1, lines
+    for fragment in fragments:
+        assert fragment in lines[0]
+
+
+def test_every_rule_is_broken_above() -> None:
+    named = {rule.__name__ for rule in RULES} | {"data_is_given", "reward_is_given"}
+    assert {rule for rule, *_ in BROKEN} == named
+
+
+def test_all_broken_rules_are_reported_at_once() -> None:
+    lines = refusal({"rollout.n": 1, "rollout.top_p": 0.0, "rollout.name": "x", "data.train_batch_size": 1}, world=2)
+    assert sorted(line.split("=")[0] for line in lines) == [
+        "a step has 1 sequences (data.train_batch_size",
+        "rollout.n",
+        "rollout.name",
+        "rollout.top_p",
+    ]
+
+
+@pytest.mark.parametrize("key", [SP, TP])
+def test_groups_stay_inside_a_node(key: str) -> None:
+    overrides = {key: 4, "data.train_batch_size": 32}
+    assert refusal(overrides, world=4, ranks_per_node=2) == [f"{key}=4 would cross nodes of 2 ranks; set 1 or 2"]
+    check(configured(overrides), 4, ranks_per_node=4)
+
+
+def test_prompts_and_reward_may_come_from_python() -> None:
+    config = configured({"data.train_files": [], "reward.functions": {}})
+    check(config, 1, needs_data=False, needs_reward=False)
+    with pytest.raises(ConfigError, match=r"data\.train_files is empty"):
+        check(config, 1, needs_reward=False)
+
+
+def test_learning_rate_0_and_plain_enum_texts_are_legitimate() -> None:
+    config = configured({"actor.optim.lr": 0, "rollout.name": "my.engines:Engine", "trainer.seed": 0})
+    config.actor.loss_agg_mode = "token-sum"  # type: ignore[assignment]  # as written in Python
+    check(config, 1)
+
+
+def test_wrong_types_in_python_are_refused() -> None:
+    config = configured({})
+    config.rollout.n = "8"  # type: ignore[assignment]
+    config.data.train_files = "arithmetic"  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as refused:
+        check(config, 1)
+    assert "rollout.n must be a whole number, not the text '8'" in str(refused.value)
+    assert "data.train_files must be a list" in str(refused.value)
+
+
+# (query heads, key-value heads, sp) of B14 in words: Hq % sp == 0, and Hkv % sp == 0 or sp % Hkv == 0.
+@pytest.mark.parametrize("heads", [(32, 4, 8), (40, 8, 40), (32, 8, 4), (14, 2, 2), (28, 4, 4), (28, 4, 1)])
+def test_heads_that_divide(heads: tuple[int, int, int]) -> None:
+    num_heads, num_kv_heads, sp = heads
+    config = configured({SP: sp, TP: sp, "data.train_batch_size": 64})
+    layout = check(config, sp)
+    check_model(config, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, max_positions=64, vocab=100)
+
+
+@pytest.mark.parametrize(
+    ("heads", "remedy"),
+    [((28, 4, 8), "set 1, 2, 4 or 28"), ((14, 2, 4), "set 1, 2 or 14"), ((9, 3, 2), "set 1, 3 or 9")],
+)
+@pytest.mark.parametrize("key", [SP, TP])
+def test_heads_that_do_not_divide(heads: tuple[int, int, int], remedy: str, key: str) -> None:
+    num_heads, num_kv_heads, size = heads
+    config = configured({key: size, "data.train_batch_size": 64})
+    layout = check(config, 8)
+    with pytest.raises(ConfigError) as refused:
+        check_model(config, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, max_positions=64, vocab=100)
+    message = str(refused.value)
+    assert message.startswith(f"{key}={size} does not divide")
+    assert f"{num_heads} attention heads and {num_kv_heads} key-value heads" in message
+    assert message.endswith(remedy)
+
+
+def test_model_limits() -> None:
+    config = configured({"rollout.top_k": 101, "rollout.max_model_len": 24})
+    layout = check(config, 1)
+    with pytest.raises(ConfigError) as refused:
+        check_model(config, layout, num_heads=4, num_kv_heads=2, max_positions=23, vocab=100)
+    positions, top_k = str(refused.value).splitlines()
+    assert "rollout.max_model_len=24: the model reads 23 tokens at most" in positions
+    assert top_k == "rollout.top_k=101 is more than the model's 100 tokens; set -1 for all"
+
+
+def test_steps_of_a_run() -> None:
+    epochs = {"trainer.total_epochs": 3}
+    assert total_steps(configured(epochs), 8) == 3
+    assert total_steps(configured(epochs), 23) == 6  # the rest of 7 prompts waits for the next epoch's order
+    assert total_steps(configured(epochs | {"trainer.max_steps": 100}), 23) == 100
+    with pytest.raises(ConfigError, match=r"0 batches: 5 training prompts .*data.train_batch_size=8; set .*=5 or less"):
+        total_steps(configured({}), 5)
+
+
+def test_layout_of_the_worked_example() -> None:
+    """32 prompts x 8 samples on 4 GPUs: 32, 256, 64 a GPU, 8 rounds of 8."""
+    overrides = {
+        "data.train_batch_size": 32,
+        "rollout.n": 8,
+        TP: 2,
+        "actor.micro_batch_size_per_gpu": 8,
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 1024,
+    }
+    layout = check(configured(overrides), 4)
+    assert (layout.prompts_per_step, layout.sequences_per_step, layout.sequences_per_rank) == (32, 256, 64)
+    assert (layout.dp, layout.engines, layout.updates_per_step, layout.max_model_len) == (4, 2, 1, 1536)
+    table = [" ".join(line.split()) for line in layout.table()]
+    assert table == [
+        "a step 32 prompts data.train_batch_size",
+        "256 sequences x 8 samples a prompt (rollout.n)",
+        "an engine 128 sequences over 2 = 4 ranks / 2 (rollout.tensor_model_parallel_size)",
+        "a GPU 64 sequences over 4 data ranks",
+        "an update 32 prompts actor.ppo_mini_batch_size",
+        "256 sequences 64 a GPU",
+        "updates a step 1 1 mini-batch",
+        "a forward 16384 tokens at most actor.max_tokens_per_gpu: 10 of the longest sequences (1536 tokens)",
+        "8 sequences at most actor.micro_batch_size_per_gpu: 8 rounds or more an update",
+    ]
+
+
+def test_layout_with_every_axis() -> None:
+    overrides = {
+        "data.train_batch_size": 6,
+        "rollout.n": 3,
+        "actor.ppo_mini_batch_size": 2,
+        "actor.ppo_epochs": 2,
+        "actor.fsdp.replicas": 2,
+        "actor.max_tokens_per_gpu": 100,
+        SP: 2,
+    }
+    layout = check(configured(overrides), 8, ranks_per_node=4)
+    assert (layout.nodes, layout.dp, layout.engines, layout.shard) == (2, 4, 8, 4)
+    assert (layout.sequences_per_rank, layout.sequences_per_rank_and_update) == (5, 2)  # ceil(18 / 4), ceil(6 / 4)
+    assert (layout.mini_batches, layout.updates_per_step, layout.tokens_per_micro_batch) == (3, 6, 200)
+    table = "\n".join(layout.table())
+    assert "4-5" in table  # 18 sequences over 4 groups
+    assert "2-3" in table  # and over 8 engines
+    assert "a group of 2 GPUs" in table
+    assert "3 mini-batches x 2 passes (actor.ppo_epochs)" in table
+
+
+def test_layout_checks_nothing() -> None:
+    assert Layout.of(configured({"rollout.n": 1}), 1).samples_per_prompt == 1
