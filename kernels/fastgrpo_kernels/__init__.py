@@ -1,0 +1,37 @@
+"""Logprob, entropy and GRPO loss straight from hidden states and the weight of the output layer.
+
+No [rows, vocabulary] tensor is ever made, forward or backward, at any number of rows. Depends on torch alone.
+
+    linear_logprob      logprob and entropy of each row, differentiable: any loss can follow (its backward recomputes)
+    linear_grpo_loss    the whole clipped GRPO loss, with both gradients made in the forward (no recomputation)
+    grpo_token_terms    the loss of single tokens and its derivative: the maths of the former, without the logits
+"""
+
+from fastgrpo_kernels.grpo_terms import (
+    CLIPPED_DUAL,
+    CLIPPED_HIGH,
+    CLIPPED_LOW,
+    KL_TYPES,
+    GrpoRows,
+    GrpoSettings,
+    TokenTerms,
+    grpo_token_terms,
+)
+from fastgrpo_kernels.linear_grpo_loss import GrpoLoss, linear_grpo_loss, linear_grpo_loss_ref
+from fastgrpo_kernels.linear_logprob import linear_logprob, linear_logprob_ref
+
+__all__ = [
+    "CLIPPED_DUAL",
+    "CLIPPED_HIGH",
+    "CLIPPED_LOW",
+    "KL_TYPES",
+    "GrpoLoss",
+    "GrpoRows",
+    "GrpoSettings",
+    "TokenTerms",
+    "grpo_token_terms",
+    "linear_grpo_loss",
+    "linear_grpo_loss_ref",
+    "linear_logprob",
+    "linear_logprob_ref",
+]

@@ -1,0 +1,265 @@
+"""linear_grpo_loss: the clipped GRPO loss of each row's target, from hidden states and the output layer, in one pass.
+
+With x = logprob of the target and H = entropy of the row's softmax (linear_logprob.py):
+
+    loss = sum over rows of weight * (importance * policy(x) + kl_coef * kl(x) - entropy_coef * H)
+
+where policy and kl are those of grpo_terms.py. Each row's derivatives, g by x and h by H, are known once its logits
+are, so the gradient of the logits is made on the spot,
+
+    dL/dl_v = g (1[v = y] - p_v) - h p_v (l_v - sum(p l)),    h = -weight * entropy_coef,
+
+and so are those of hidden and weight: 6 NHV operations, nothing recomputed, nothing of size [N, V]. A loss that needs
+more than its own row (a ratio of whole sequences, say) goes through linear_logprob.
+Shape suffixes: N rows, C rows of a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastgrpo_kernels._chunks import (
+    Head,
+    HeadGradients,
+    check_head,
+    compute_dtype,
+    logits_gradient,
+    operand,
+    row_slices,
+    row_vector,
+    softmax_rows,
+    temperature_rows,
+)
+from fastgrpo_kernels.grpo_terms import GrpoRows, GrpoSettings, check_settings, grpo_token_terms
+
+
+class GrpoLoss(NamedTuple):
+    """What linear_grpo_loss returns; everything but `loss` is detached. Rows of weight 0: see there."""
+
+    loss: Tensor  # scalar fp32, summed over the rows
+    logprobs_N: Tensor  # fp32, of the targets
+    entropy_N: Tensor  # fp32, nats
+    kl_N: Tensor  # fp32, the estimate without its coefficient; 0 without reference
+    ratio_N: Tensor  # fp32, before clipping; 1 without old_logprobs
+    importance_N: Tensor  # fp32, the weight used; 1 without any
+    flags_N: Tensor  # uint8, bits CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL: clipping removed this row's policy gradient
+
+
+def linear_grpo_loss_ref(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    weights_N: Tensor,
+    advantages_N: Tensor,
+    old_logprobs_N: Tensor | None = None,
+    ref_logprobs_N: Tensor | None = None,
+    sampler_logprobs_N: Tensor | None = None,
+    importance_N: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
+    importance_max: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_type: str = "low_var_kl",
+    entropy_coef: float = 0.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk_bytes: int | None = None,
+) -> GrpoLoss:
+    """linear_grpo_loss in plain torch, on any device: what the other forms are measured against."""
+    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes)
+    settings = GrpoSettings(clip_low, clip_high, clip_c, importance_max, kl_coef, kl_type, entropy_coef)
+    given = GrpoRows(weights_N, advantages_N, old_logprobs_N, ref_logprobs_N, sampler_logprobs_N, importance_N)
+    check_settings(settings, given)
+    rows = given.map(lambda name, x: row_vector(name, x, hidden_NH))
+    temperature_N = temperature_rows(temperature, hidden_NH)
+    differentiable = torch.is_grad_enabled()  # inside the Function it is always off
+    # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        outputs = _LinearGrpoLossRef.apply(
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            target_N.long(),
+            temperature_N,
+            rows,
+            settings,
+            logit_scale,
+            softcap,
+            chunk_bytes,
+            differentiable,
+        )
+    return GrpoLoss(*outputs)
+
+
+class _LinearGrpoLossRef(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature_N: Tensor,
+        rows: GrpoRows,
+        settings: GrpoSettings,
+        logit_scale: float,
+        softcap: float,
+        chunk_bytes: int,
+        differentiable: bool,
+    ) -> tuple[Tensor, ...]:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3] if differentiable else (False,) * 3
+        needs = needs_hidden, needs_weight, needs_bias
+        head = Head(operand(weight_VH), bias_V, logit_scale, softcap)
+        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs)
+        outputs = _empty_outputs(hidden_NH)
+        loss_N = torch.empty_like(outputs.logprobs_N)
+        for chunk in row_slices(hidden_NH.shape[0], weight_VH.shape[0], chunk_bytes):
+            softmax = softmax_rows(
+                hidden_NH[chunk],
+                head,
+                target_N[chunk],
+                temperature_N[chunk],
+                for_gradient=any(needs),
+                for_entropy_gradient=any(needs) and settings.entropy_coef != 0,
+            )
+            loss_N[chunk], dlogprob_C, dentropy_C = _store_terms(
+                outputs, chunk, softmax.logprob_C, softmax.entropy_C, rows.chunk(chunk), settings
+            )
+            if any(needs):
+                grad_CV = logits_gradient(softmax, dlogprob_C, dentropy_C)
+                gradients.add(chunk, hidden_NH[chunk], head.weight_VH, grad_CV)
+        ctx.save_for_backward(*gradients.finish())
+        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.set_materialize_grads(False)
+        return loss_N.sum(), *outputs[1:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        # not in place: a second backward over a retained graph must find them as they were
+        scaled = (None if dloss is None or grad is None else grad * dloss for grad in ctx.saved_tensors)
+        return *scaled, *(None,) * 8
+
+
+def _empty_outputs(hidden_NH: Tensor) -> GrpoLoss:
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty(hidden_NH.shape[0], dtype=dtype, device=hidden_NH.device)
+
+    dtype = compute_dtype(hidden_NH)
+    return GrpoLoss(
+        loss=torch.zeros((), dtype=dtype, device=hidden_NH.device),
+        logprobs_N=empty(dtype),
+        entropy_N=empty(dtype),
+        kl_N=empty(dtype),
+        ratio_N=empty(dtype),
+        importance_N=empty(dtype),
+        flags_N=empty(torch.uint8),
+    )
+
+
+def _store_terms(
+    outputs: GrpoLoss,
+    chunk: slice,
+    logprobs_C: Tensor,
+    entropy_C: Tensor,
+    rows: GrpoRows,
+    settings: GrpoSettings,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Fill one chunk of the outputs; returns its losses and their derivatives by logprob and entropy."""
+    active_C = rows.weights_N != 0
+    # a row without weight may have any target: its logprob is then 0, so that no sum meets a NaN
+    logprobs_C = torch.where(active_C | ~logprobs_C.isnan(), logprobs_C, 0.0)
+    terms = grpo_token_terms(logprobs_C, rows, settings)
+    outputs.logprobs_N[chunk] = logprobs_C
+    outputs.entropy_N[chunk] = entropy_C
+    outputs.kl_N[chunk] = terms.kl_N
+    outputs.ratio_N[chunk] = terms.ratio_N
+    outputs.importance_N[chunk] = terms.importance_N
+    outputs.flags_N[chunk] = terms.flags_N
+    if not settings.entropy_coef:
+        return terms.loss_N, terms.dlogprob_N, None
+    dentropy_C = -settings.entropy_coef * rows.weights_N
+    return torch.where(active_C, terms.loss_N + dentropy_C * entropy_C, 0.0), terms.dlogprob_N, dentropy_C
+
+
+def linear_grpo_loss(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    temperature: float | Tensor = 1.0,
+    *,
+    weights_N: Tensor,
+    advantages_N: Tensor,
+    old_logprobs_N: Tensor | None = None,
+    ref_logprobs_N: Tensor | None = None,
+    sampler_logprobs_N: Tensor | None = None,
+    importance_N: Tensor | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_c: float = 3.0,
+    importance_max: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_type: str = "low_var_kl",
+    entropy_coef: float = 0.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float = 0.0,
+    chunk_bytes: int | None = None,
+) -> GrpoLoss:
+    """The GRPO loss, summed over rows, with the gradients of hidden, weight and bias made in the forward.
+
+    hidden_NH, weight_VH, target_N, temperature, bias_V, logit_scale, softcap, chunk_bytes: as in linear_logprob. The
+    rest are constants, [N] floating tensors or numbers; no gradient flows to them:
+    weights_N: factor of each row's loss; every normaliser is in here.
+    advantages_N.
+    old_logprobs_N: logprobs at rollout time; without them the present ones, detached, so that the ratio is exactly 1.
+    ref_logprobs_N, kl_coef, kl_type: reference policy, its coefficient, and the estimate: low_var_kl = k3, kl = k1,
+        mse = k2, abs. With a coefficient of 0 kl_N is still reported.
+    importance_N: factor of each row's policy term (rollout correction); or, from sampler_logprobs_N and
+        importance_max > 0, min(exp(old - sampler), importance_max), with the present logprobs, detached, in place of a
+        missing old. importance_max without sampler_logprobs_N changes nothing.
+    clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; clip_c > 1: bound of the ratio for negative
+        advantages, math.inf for none. A ratio on a bound keeps its gradient.
+    entropy_coef: weight of the entropy bonus, with gradient.
+
+    Log-ratios in exponents are clamped to [-20, 20], with gradient 0 outside: loss and gradients are finite for finite
+    logits and advantages, whatever the logprobs given. (kl, mse and abs have no exponent and are not clamped.)
+    A row of weight 0 adds exactly nothing, whatever its target, advantage and given logprobs hold, NaN too; its ratio
+    is 1, its kl 0, its flags 0. Gather such rows out beforehand where you can: here they cost as much as any other.
+
+    Returns GrpoLoss. From forward to backward the gradients are kept, of hidden and of weight, in their own dtypes
+    (summed in fp32 before); the backward only scales them. Under no_grad none are made. With N = 0 the loss is 0 and
+    the gradients are zeros. Raises ValueError for shapes, dtypes, devices and settings that do not fit, and for
+    DTensors.
+    """
+    return linear_grpo_loss_ref(
+        hidden_NH,
+        weight_VH,
+        target_N,
+        temperature,
+        weights_N=weights_N,
+        advantages_N=advantages_N,
+        old_logprobs_N=old_logprobs_N,
+        ref_logprobs_N=ref_logprobs_N,
+        sampler_logprobs_N=sampler_logprobs_N,
+        importance_N=importance_N,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_c=clip_c,
+        importance_max=importance_max,
+        kl_coef=kl_coef,
+        kl_type=kl_type,
+        entropy_coef=entropy_coef,
+        bias_V=bias_V,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+    )
