@@ -1,0 +1,268 @@
+"""The real engine: vLLM inside this process, one engine a tensor-parallel group, launched with the trainer by torchrun.
+
+    build      LLM(...) with made-up weights, then sleep                  (CUDA: its memory goes to the trainer)
+    awake      wake weights -> load -> reset the prefix cache -> wake KV cache
+               ... generate ...
+               sleep                                                      (level 2 drops the weights, 1 keeps a copy)
+
+The engine never reads a weight file: what it serves is what `export` gave it, so a name that does not fit shows at
+the first step. On a CPU vLLM cannot sleep; there the phases only gate `generate`.
+
+The only file that imports vllm; it is itself imported only when the engine is chosen.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgrpo.config import Layout, RunConfig
+from fastgrpo.errors import UserError
+from fastgrpo.mesh import Mesh
+from fastgrpo.records import Request, Rollout, Sampling
+from fastgrpo.rollout.engine import WeightExport, engine_dtype, reports_logprobs
+from fastgrpo.rollout.process_state import kept_process_state
+
+_GIB = 1 << 30
+_CPU_KV_CACHE_GIB = 2.0
+# Of the GPU memory that is free when the engine is built. The rest is for its weights, its activations and the
+# trainer's residue.
+_KV_CACHE_SHARE = 0.45
+
+
+class VllmEngine:
+    """`runner`, "V1" or "V2", is the vLLM model runner that serves. Both honour a request's seed, V2 drawing on the GPU
+    for the whole batch and V1 in a loop over its rows, so their samples differ."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, model_dir: Path, end_ids: tuple[int, ...]) -> None:
+        llm_class, self._params_class = _import_vllm(mesh.device.type)
+        self._on_cuda = mesh.device.type == "cuda"
+        self._end_ids = end_ids
+        self._sleep_level = config.rollout.sleep_level
+        self._is_awake = False
+        self._version: int | None = None  # of the weights that the engine holds; None: none worth serving
+        with kept_process_state(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+            self._llm = llm_class(**_engine_arguments(config, mesh, model_dir))
+        _keep_process_group(self._llm.llm_engine.engine_core)
+        self.runner = "V2" if self._llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
+        self._sleep()
+
+    @contextmanager
+    def awake(self, export: WeightExport, version: int) -> Iterator[None]:
+        if self._is_awake:
+            raise RuntimeError("The engine is awake already: `awake` does not nest.")
+        self._wake(export, version)
+        self._is_awake = True
+        try:
+            yield
+        finally:
+            self._is_awake = False
+            self._sleep()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """See RolloutEngine. The seed reaches the engine whole; on a CPU torch's generator uses its low 32 bits."""
+        if not self._is_awake or self._version is None:
+            raise RuntimeError("generate() outside of `with engine.awake(...)`: the engine sleeps.")
+        if not requests:  # fewer groups than engines
+            return []
+        prompts = [{"prompt_token_ids": list(request.ids)} for request in requests]
+        params = [self._sampling_params(request, sampling) for request in requests]
+        with kept_process_state():
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        for request, output in zip_longest(requests, outputs):
+            _check_answer(request, output, len(requests), len(outputs))
+        return [self._rollout(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+
+    def close(self) -> None:
+        # vLLM's own shutdown would end the default process group, so only its worker and its own groups go.
+        from vllm.distributed.parallel_state import destroy_model_parallel
+
+        self._is_awake = False
+        self._llm.llm_engine.model_executor.shutdown()
+        destroy_model_parallel()
+
+    def _wake(self, export: WeightExport, version: int) -> None:
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # the engine allocates from the device, not from torch's cache
+            self._llm.wake_up(tags=["weights"])
+        if self._version != version:
+            self._version = None  # until the load is complete
+            self._load(export())
+            self._version = version
+        # Keys and values of older weights would be reused without an error.
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM refused to reset its prefix cache: it would reuse keys and values of old weights.")
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # drops the staging of the load
+            self._llm.wake_up(tags=["kv_cache"])
+
+    def _sleep(self) -> None:
+        if not self._on_cuda:
+            return
+        self._llm.sleep(level=self._sleep_level)
+        if self._sleep_level == 2:
+            self._version = None
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        load = _load_in_place if self._on_cuda else _load_and_repack
+        model_config = self._llm.llm_engine.model_config
+        with torch.no_grad():
+            [unfed] = self._llm.apply_model(lambda model: load(model, weights, model_config))
+        if unfed:
+            raise RuntimeError(
+                f"{len(unfed)} of the engine's parameters were given no value, {sorted(unfed)[0]} among them: "
+                "the exported names do not fit vLLM's model."
+            )
+
+    def _sampling_params(self, request: Request, sampling: Sampling) -> Any:
+        return self._params_class(
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(self._end_ids),
+            logprobs=0 if reports_logprobs(sampling) else None,  # 0: of the drawn token alone
+            flat_logprobs=True,  # one list a sequence instead of an object a token
+            detokenize=False,
+            skip_special_tokens=False,
+        )
+
+    def _rollout(self, request: Request, completion: Any) -> Rollout:
+        assert self._version is not None
+        response_ids = np.asarray(completion.token_ids, dtype=np.int32)
+        logprobs = None
+        if completion.logprobs is not None:
+            logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+            if logprobs.shape != response_ids.shape:
+                raise RuntimeError(f"vLLM gave {logprobs.size} logprobs for {response_ids.size} tokens: {request.uid}.")
+        return Rollout(
+            uid=request.uid,
+            sample=request.sample,
+            attempt=request.attempt,
+            prompt_ids=request.ids,
+            response_ids=response_ids,
+            response_mask=np.ones(response_ids.shape, dtype=np.bool_),
+            sampler_logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            weight_version=self._version,
+        )
+
+
+def _import_vllm(device_type: str) -> tuple[Any, Any]:
+    """vLLM's LLM and SamplingParams, its environment set first. Raises UserError when it cannot serve `device_type`."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher: the engine core lives in this process
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # colocated engines were tried without it only
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings at start speak of what is set here on purpose
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    extra = "vllm" if device_type == "cuda" else "cpu"
+    remedy = f'pip install "fastgrpo[{extra}]", or set rollout.name=hf (small and slow)'
+    try:
+        from vllm import LLM, SamplingParams
+        from vllm.platforms import current_platform
+    except ModuleNotFoundError as error:
+        if error.name == "vllm":
+            raise UserError(f"rollout.name=vllm, but vLLM is not installed: {remedy}.") from None
+        raise UserError(f"vLLM is installed, but lacks a module of its own: {error}. Repair it: {remedy}.") from error
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        raise UserError(f"vLLM is installed, but its import fails: {error}. Repair it: {remedy}.") from error
+    if current_platform.device_type != device_type:
+        raise UserError(
+            f"The installed vLLM serves on {current_platform.device_type or 'no device it finds'}, "
+            f"this run is on {device_type}: {remedy}, or set trainer.device."
+        )
+    return LLM, SamplingParams
+
+
+def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[str, Any]:
+    rollout = config.rollout
+    on_cuda = mesh.device.type == "cuda"
+    max_model_len = Layout.of(config, mesh.world).max_model_len
+    arguments: dict[str, Any] = dict(
+        model=str(model_dir),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        trust_remote_code=config.model.trust_remote_code,
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=mesh.tp,
+        disable_custom_all_reduce=True,
+        seed=config.trainer.seed + mesh.engine,  # equal inside a TP group, as its ranks must draw alike
+        dtype=engine_dtype(config, mesh.device.type),
+        max_model_len=max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enforce_eager=rollout.enforce_eager,
+        enable_prefix_caching=True,
+        async_scheduling=False,  # the ranks of a TP group must schedule alike
+        logprobs_mode="processed_logprobs",  # after the temperature
+        generation_config="vllm",  # the checkpoint's sampling defaults change nothing silently
+        enable_sleep_mode=on_cuda,
+    )
+    if not on_cuda:
+        return arguments | dict(
+            kv_cache_memory_bytes=int((rollout.kv_cache_gib or _CPU_KV_CACHE_GIB) * _GIB),
+            enforce_eager=True,  # a compiled graph would keep the packed weights of the first load
+            # The first piece of a split prompt rewinds its request's generator, which CPU generators cannot do.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(rollout.max_num_batched_tokens, max_model_len),
+        )
+    free, total = torch.cuda.mem_get_info(mesh.device)
+    kv_cache = int(rollout.kv_cache_gib * _GIB) if rollout.kv_cache_gib is not None else int(_KV_CACHE_SHARE * free)
+    # The share of the whole GPU decides nothing beside an explicit cache size, but is checked against what is free.
+    return arguments | dict(
+        kv_cache_memory_bytes=kv_cache,
+        gpu_memory_utilization=0.9 * free / total,
+        # Logits stored in bfloat16 would alone put 0.03 nats between engine and trainer; the product costs the same.
+        hf_overrides={"head_dtype": "float32"},
+    )
+
+
+def _keep_process_group(core_client: Any) -> None:
+    """From 0.31 on, vLLM ends the default process group when the engine is collected or the program exits."""
+    finalizer = getattr(core_client, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+
+
+def _load_in_place(model: Any, weights: Iterator[tuple[str, Tensor]], model_config: Any) -> set[str]:
+    """Copies into the tensors that the CUDA graphs read. Names of the parameters that were given no value."""
+    loaded = model.load_weights(weights)
+    return {name for name, _ in model.named_parameters()} - loaded
+
+
+def _load_and_repack(model: Any, weights: Iterator[tuple[str, Tensor]], model_config: Any) -> set[str]:
+    """For the CPU, where each matrix is packed for its GEMM after loading and the original is dropped."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    names = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    # vLLM holds a layer's tensors until it has all of them (q, k and v are one matrix), the exporter does not.
+    loaded = model.load_weights((name, tensor.clone()) for name, tensor in weights)
+    finalize_layerwise_reload(model, model_config)
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):  # one tied to the embedding is not loaded, so not packed again
+            module.quant_method.process_weights_after_loading(module)
+    return names - loaded
+
+
+def _check_answer(request: Request | None, output: Any, num_requests: int, num_outputs: int) -> None:
+    if request is None:
+        raise RuntimeError(f"vLLM returned {num_outputs} outputs for {num_requests} requests.")
+    where = f"prompt {request.uid}, sample {request.sample} ({len(request.ids)} + {request.max_tokens} tokens)"
+    if output is None or tuple(output.prompt_token_ids) != request.ids:
+        raise RuntimeError(f"vLLM returned {num_outputs} outputs for {num_requests} requests; it lost {where}.")
+    reasons = [completion.finish_reason for completion in output.outputs]
+    if reasons not in (["stop"], ["length"]):
+        raise RuntimeError(f"vLLM did not finish {where}: finish reasons {reasons}.")

@@ -1,0 +1,327 @@
+"""VllmEngine's order of calls and bookkeeping against a stand-in for the vllm package; the real one is in tests/e2e.
+
+The stand-in does to the process what the real one does, loses its tensors on sleep(2), and answers with the weight that
+it holds, or with the one that its prefix cache remembers.
+"""
+
+import random
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fastgrpo.config import RunConfig
+from fastgrpo.errors import ConfigError, UserError
+from fastgrpo.mesh import consecutive_groups
+from fastgrpo.records import Request, Sampling
+from fastgrpo.rollout import build_engine
+from fastgrpo.rollout.engine import sample_seed
+
+AT_1 = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+
+
+class FakeModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), -1.0), requires_grad=False)
+        self.register_buffer("frequencies", torch.tensor([1.0, 0.1]))
+
+    def load_weights(self, weights):
+        return {name for name, tensor in weights if self.get_parameter(name).copy_(tensor) is not None}
+
+
+class FakeLLM:
+    def __init__(self, **arguments):
+        self.arguments, self.calls, self.awake = arguments, [], {"weights", "kv_cache"}
+        self.model, self.prefix_cache, self.can_reset, self.lost = FakeModel(), {}, True, None
+        self.llm_engine = SimpleNamespace(
+            engine_core=SimpleNamespace(),
+            vllm_config=SimpleNamespace(use_v2_model_runner=True),
+            model_config=None,
+        )
+        random.seed(arguments["seed"])
+        np.random.seed(arguments["seed"])
+        torch.manual_seed(arguments["seed"])
+        torch.set_num_threads = lambda count: None
+        torch.set_float32_matmul_precision("medium")
+
+    def sleep(self, level):
+        self.calls.append(f"sleep({level})")
+        self.awake = set()
+        self.prefix_cache.clear()
+        if level == 2:
+            self.saved = self.model.frequencies.clone()
+            self.model.weight.fill_(float("nan"))
+            self.model.frequencies.fill_(float("nan"))
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake({tags[0]})")
+        self.awake |= set(tags)
+        if "weights" in tags:
+            self.model.frequencies.copy_(self.saved)
+
+    def apply_model(self, function):
+        assert "weights" in self.awake, "loading into unmapped memory"
+        self.calls.append("load")
+        return [function(self.model)]
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+        if self.can_reset:
+            self.prefix_cache.clear()
+        return self.can_reset
+
+    def generate(self, prompts, params, use_tqdm):
+        assert self.awake == {"weights", "kv_cache"}
+        torch.rand(1)
+        outputs = []
+        for prompt, one in zip(prompts, params, strict=True):
+            ids = tuple(prompt["prompt_token_ids"])
+            weight = self.prefix_cache.setdefault(ids, float(self.model.weight[0]))
+            generator = torch.Generator().manual_seed(one.seed)
+            tokens = [int(weight), *torch.randint(0, 150_000, (3,), generator=generator).tolist()]
+            logprobs = SimpleNamespace(logprobs=[-0.5] * 4) if one.logprobs is not None else None
+            answer = SimpleNamespace(token_ids=tokens, finish_reason="length", logprobs=logprobs)
+            outputs.append(SimpleNamespace(prompt_token_ids=list(ids), outputs=[answer]))
+        return outputs if self.lost is None else outputs[: self.lost] + outputs[self.lost + 1 :]
+
+
+def mesh_of(rank, world=1, tp=1, device="cuda"):
+    return SimpleNamespace(device=torch.device(device), tp=tp, world=world, engine=rank // tp)
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    package.LLM, package.SamplingParams = FakeLLM, lambda **values: SimpleNamespace(**values)
+    platforms.current_platform = SimpleNamespace(device_type="cuda")
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 80 << 30))
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "1")
+    return platforms
+
+
+def build(tmp_path, mesh=None, **rollout):
+    config = RunConfig()
+    config.trainer.seed = 42
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    return build_engine(config, mesh or mesh_of(0), tmp_path, (2, 5))
+
+
+def weights(value):
+    return lambda: iter([("weight", torch.full((3,), float(value)))])
+
+
+def requests(prompts=((1, 2), (3,)), n=2, step=1):
+    return [Request(str(ids), s, 0, ids, sample_seed(0, step, 0, str(ids), s), 4) for ids in prompts for s in range(n)]
+
+
+def test_level_2_cycle_wakes_loads_resets_in_this_order_and_loses_nothing(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    llm = engine._llm
+    assert llm.calls == ["sleep(2)"]  # built, then out of the trainer's way
+    answers = []
+    for version in (0, 0, 1):  # dropped weights are loaded again even when the version did not change
+        llm.calls.clear()
+        with engine.awake(weights(7 + version), version):
+            assert torch.equal(llm.model.frequencies, torch.tensor([1.0, 0.1]))
+            answers.append([r.response_ids.tolist() for r in engine.generate(requests(), AT_1)])
+        assert llm.calls == ["wake(weights)", "load", "reset", "wake(kv_cache)", "sleep(2)"]
+    assert answers[0] == answers[1]
+    assert {row[0] for row in answers[0]} == {7} and {row[0] for row in answers[2]} == {8}
+
+
+def test_level_1_keeps_the_weights_and_still_resets_the_prefix_cache(fake_vllm, tmp_path):
+    engine = build(tmp_path, sleep_level=1)
+    engine._llm.calls.clear()
+    engine._llm.saved = engine._llm.model.frequencies.clone()
+    for version in (3, 3, 4):
+        with engine.awake(weights(version), version):
+            rollouts = engine.generate(requests(), AT_1)
+        assert {r.response_ids[0] for r in rollouts} == {version} == {r.weight_version for r in rollouts}
+    cycle = ["wake(weights)", "load", "reset", "wake(kv_cache)", "sleep(1)"]
+    assert engine._llm.calls == cycle + [call for call in cycle if call != "load"] + cycle
+
+
+def test_a_refused_prefix_cache_reset_stops_the_run(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    engine._llm.can_reset = False
+    with pytest.raises(RuntimeError, match="prefix cache"), engine.awake(weights(1), 0):
+        pass
+    with pytest.raises(RuntimeError, match="sleeps"):
+        engine.generate(requests(), AT_1)
+
+
+def test_generating_outside_awake_raises(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sleeps"):
+            engine.generate(requests(), AT_1)
+        with engine.awake(weights(1), 0), pytest.raises(RuntimeError, match="nest"), engine.awake(weights(1), 0):
+            pass
+    with pytest.raises(ZeroDivisionError), engine.awake(weights(1), 0):
+        raise ZeroDivisionError
+    assert engine._llm.calls[-1] == "sleep(2)"  # also when the body fails
+
+
+def test_a_parameter_without_a_value_is_named(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    with pytest.raises(RuntimeError, match=r"given no value, weight among them"), engine.awake(lambda: iter([]), 0):
+        pass
+
+
+def test_every_rank_iterates_the_export_to_its_end(fake_vllm, tmp_path):
+    engine, seen = build(tmp_path), []
+
+    def export():
+        yield "weight", torch.zeros(3)
+        seen.append("end")
+
+    with engine.awake(export, 0):
+        assert seen == ["end"]
+
+
+@pytest.mark.parametrize(("lost", "name"), [(0, r"\(1, 2\)"), (3, r"prompt \(3,\), sample 1 \(1 \+ 4 tokens\)")])
+def test_a_lost_request_is_named(fake_vllm, tmp_path, lost, name):
+    engine = build(tmp_path)
+    engine._llm.lost = lost
+    with engine.awake(weights(1), 0), pytest.raises(RuntimeError, match=f"3 outputs for 4 requests.*{name}"):
+        engine.generate(requests(), AT_1)
+
+
+def test_an_unfinished_request_is_named(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    generate = engine._llm.generate
+
+    def aborting(prompts, params, use_tqdm):
+        outputs = generate(prompts, params, use_tqdm)
+        outputs[2].outputs[0].finish_reason = "abort"
+        return outputs
+
+    engine._llm.generate = aborting
+    with engine.awake(weights(1), 0), pytest.raises(RuntimeError, match=r"prompt \(3,\), sample 0 .*abort"):
+        engine.generate(requests(), AT_1)
+
+
+def test_rollouts_carry_request_and_logprobs(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    cut = Sampling(temperature=1.0, top_p=0.9, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+    greedy = Sampling(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+    with engine.awake(weights(6), 9):
+        rollouts = engine.generate(requests(), AT_1)
+        assert engine.generate([], AT_1) == []
+        assert all(r.sampler_logprobs is None for s in (cut, greedy) for r in engine.generate(requests(), s))
+    assert [(r.uid, r.sample, r.prompt_ids) for r in rollouts] == [(r.uid, r.sample, r.ids) for r in requests()]
+    for rollout in rollouts:
+        assert rollout.response_ids.dtype == np.int32 and rollout.response_mask.all() and rollout.weight_version == 9
+        assert rollout.sampler_logprobs.dtype == np.float32 and rollout.sampler_logprobs.tolist() == [-0.5] * 4
+
+
+def test_engine_seeds_are_equal_inside_a_tp_group_and_samples_differ_everywhere(fake_vllm, tmp_path):
+    engines = [build(tmp_path, mesh_of(rank, world=8, tp=2)) for rank in range(8)]
+    assert [e._llm.arguments["seed"] for e in engines] == [42, 42, 43, 43, 44, 44, 45, 45]
+    assert consecutive_groups(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # The same prompt on four engines, four samples each, two steps: as another request each, never the same draw.
+    drawn, again = [], []
+    for step in (1, 2):
+        for number, engine in enumerate(engines[::2]):
+            own = [
+                Request("p", s, 0, (1,), sample_seed(0, step, 0, "p", s), 4) for s in range(number * 4, number * 4 + 4)
+            ]
+            with engine.awake(weights(1), 0):
+                drawn += [tuple(r.response_ids.tolist()) for r in engine.generate(own, AT_1)]
+            with engines[0].awake(weights(1), 0):  # a resumed run, on any engine
+                again += [tuple(r.response_ids.tolist()) for r in engines[0].generate(own, AT_1)]
+    assert len(set(drawn)) == 32 and drawn == again
+
+
+def test_sample_seeds_are_spread_and_pure():
+    seeds = {
+        sample_seed(run, step, attempt, uid, sample)
+        for run in range(2)
+        for step in range(5)
+        for attempt in range(2)
+        for uid in ("a/1", "a/11", "1/a")
+        for sample in range(8)
+    }
+    assert len(seeds) == 2 * 5 * 2 * 3 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)  # a CPU generator reads the low half alone
+    assert sample_seed(0, 1, 0, "a/1", 3) == 3893823116861749916  # pinned: resumed runs draw the same
+
+
+def test_the_process_is_handed_back_as_it_was(fake_vllm, tmp_path):
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    def seed():
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seed()
+    want = draw(), draw()
+    seed()
+    engine = build(tmp_path)
+    first = draw()
+    with engine.awake(weights(1), 0):
+        engine.generate(requests(), AT_1)
+    assert (first, draw()) == want
+    assert torch.set_num_threads is set_num_threads and torch.get_num_threads() == threads
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def test_memory_arguments(fake_vllm, tmp_path):
+    given = build(tmp_path, kv_cache_gib=3.0)._llm.arguments
+    assert given["kv_cache_memory_bytes"] == 3 << 30 and given["enable_sleep_mode"]
+    assert given["gpu_memory_utilization"] == pytest.approx(0.9 * 60 / 80)
+    assert build(tmp_path)._llm.arguments["kv_cache_memory_bytes"] == int(0.45 * (60 << 30))
+    fake_vllm.current_platform.device_type = "cpu"
+    on_cpu = build(tmp_path, mesh_of(0, device="cpu"))._llm.arguments
+    assert on_cpu["kv_cache_memory_bytes"] == 2 << 30 and on_cpu["enforce_eager"] and not on_cpu["enable_sleep_mode"]
+    assert (given["dtype"], on_cpu["dtype"]) == ("bfloat16", "float32")
+    assert given["max_model_len"] == 512 + 1024
+
+
+@pytest.mark.parametrize(("device", "remedy"), [("cuda", r"fastgrpo\[vllm\]"), ("cpu", r"fastgrpo\[cpu\]")])
+def test_missing_vllm_names_the_remedy(monkeypatch, tmp_path, device, remedy):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match=f'not installed: pip install "{remedy}", or set rollout.name=hf'):
+        build(tmp_path, mesh_of(0, device=device))
+
+
+def test_broken_vllm_shows_its_own_error(monkeypatch, tmp_path):
+    (tmp_path / "vllm.py").write_text('raise ImportError("libcudart.so.13: cannot open shared object file")')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(UserError, match=r"import fails: libcudart.so.13"):
+        build(tmp_path)
+    (tmp_path / "vllm.py").write_text("import a_module_that_vllm_needs")
+    with pytest.raises(UserError, match=r"lacks a module of its own: No module named 'a_module_that_vllm_needs'"):
+        build(tmp_path)
+
+
+def test_vllm_for_another_device_is_refused(fake_vllm, tmp_path):
+    with pytest.raises(UserError, match=r"serves on cuda, this run is on cpu"):
+        build(tmp_path, mesh_of(0, device="cpu"))
+
+
+def test_engines_of_others_by_path(monkeypatch, tmp_path):
+    (tmp_path / "their_engine.py").write_text(
+        "class Engine:\n    def __init__(self, *arguments):\n        self.arguments = arguments\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mesh = mesh_of(0)
+    engine = build(tmp_path, mesh, name="their_engine:Engine")
+    assert (
+        engine.arguments[1:] == (mesh, tmp_path, (2, 5)) and engine.arguments[0].rollout.name == "their_engine:Engine"
+    )
+    for name in ("their_engine:Motor", "no_such_package:Engine", "their_engine"):
+        with pytest.raises(ConfigError, match=f"rollout.name={name} leads to no engine"):
+            build(tmp_path, mesh, name=name)
