@@ -15,7 +15,9 @@ class Clock:
     """`with clock("gen"): ...` adds to that phase. On CUDA a phase ends when its work has ended, so that no phase pays
     for the one before: a handful of waits a step."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine_bytes: int) -> None:
+        """`engine_bytes`: what torch counts as allocated for the engine, also while it sleeps, its pages gone."""
+        self._engine_bytes = engine_bytes
         self._device = device
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
@@ -38,7 +40,8 @@ class Clock:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def finish(self) -> dict[str, float]:
-        """All phases, and the whole under `step`. Notes the peak of torch's memory since the rollout."""
+        """All phases, and the whole under `step`. Notes the peak of torch's memory since the rollout, engine asleep."""
         if self._cuda:
-            self.memory["perf/train_peak_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
+            peak = torch.cuda.max_memory_allocated(self._device) - self._engine_bytes
+            self.memory["perf/train_peak_gib"] = peak / _GIB
         return {**self._seconds, "step": time.perf_counter() - self._start}

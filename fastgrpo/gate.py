@@ -6,7 +6,6 @@ wrong ratios. All of them show here. The numbers come from algorithm/mismatch.py
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 
@@ -20,14 +19,12 @@ CAUSES = (
     "another temperature, or a layer that the engine computes differently (quantised weights, another rope scaling)"
 )
 
-log = logging.getLogger("fastgrpo")
 
-
-def check_gap(sums: Mapping[str, float], config: RunConfig) -> None:
-    """Warn above 0.03 nats; raise RuntimeError above rollout.max_logprob_gap, or 0.03 of signed mean."""
+def check_gap(sums: Mapping[str, float], config: RunConfig) -> str | None:
+    """A warning above 0.03 nats, else None. RuntimeError above rollout.max_logprob_gap, or 0.03 of signed mean."""
     tokens = sums.get("gap_tokens", 0.0)
     if not tokens:
-        return
+        return None
     absolute, signed = ratio(sums["gap_abs"], tokens), ratio(sums["gap"], tokens)
     limit = config.rollout.max_logprob_gap
     shown = (
@@ -37,5 +34,4 @@ def check_gap(sums: Mapping[str, float], config: RunConfig) -> None:
         raise RuntimeError(
             f"engine and trainer disagree over {tokens:.0f} tokens: {shown} (rollout.max_logprob_gap={limit}); {CAUSES}"
         )
-    if absolute > WARN_ABS:
-        log.warning("engine and trainer drift apart: %s; %s", shown, CAUSES)
+    return f"engine and trainer drift apart: {shown}; {CAUSES}" if absolute > WARN_ABS else None

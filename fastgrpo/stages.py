@@ -8,6 +8,7 @@ sees what memory is left.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fastgrpo import hub
 from fastgrpo.batch.mini_batches import Share
 from fastgrpo.batch.packing import attention_cost
-from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, total_steps
+from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, total_steps
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.launch import count_gpus, resolve_device
 from fastgrpo.mesh import Mesh, build_mesh
@@ -30,7 +31,9 @@ from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo.records import Sampling
 from fastgrpo.reward import RewardRunner, build_rewards
 from fastgrpo.rollout import build_engine
-from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.engine import RolloutEngine, engine_dtype, reports_logprobs
+
+log = logging.getLogger("fastgrpo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Stages:
     rewards: RewardRunner
     actor: Actor
     engine: RolloutEngine
+    engine_bytes: int  # of torch's memory, counted also while the engine sleeps; 0 on a CPU
     share: Share
     sampling: Sampling
 
@@ -61,19 +65,20 @@ def build_stages(
         needs_reward=reward is None,
     )
     device_type = resolve_device(config, count_gpus())
+    engine_dtype(config, device_type)
     rewards = build_rewards(config.reward, reward)
     model_dir = hub.resolve_model(config.model.path)
     ref_dir = hub.resolve_model(config.ref.path, option="ref.path") if config.ref.path else model_dir
     model_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+    check_packing(model_config, trust_remote_code=config.model.trust_remote_code)
     check_model(
         config,
         layout,
         num_heads=model_config.num_attention_heads,
-        num_kv_heads=model_config.num_key_value_heads,
+        num_kv_heads=getattr(model_config, "num_key_value_heads", model_config.num_attention_heads),
         max_positions=model_config.max_position_embeddings,
         vocab=model_config.vocab_size,
     )
-    check_packing(model_config, trust_remote_code=config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model, model_dir)
     seed = config.trainer.seed
     if prompts is None:
@@ -89,7 +94,9 @@ def build_stages(
     policy = _build_policy(config, model_dir, mesh, trainable=True)
     reference = _build_policy(config, ref_dir, mesh, trainable=False) if uses_reference(config.actor) else None
     actor = Actor(policy, reference, config, steps * layout.updates_per_step)
+    before = _allocated(mesh.device)
     engine = build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
+    engine_bytes = _allocated(mesh.device) - before
     share = Share(
         dp=mesh.dp,
         dp_rank=mesh.dp_rank,
@@ -102,13 +109,16 @@ def build_stages(
     )
     rollout = config.rollout
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty)
-    return Stages(layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, share, sampling)
+    if not reports_logprobs(sampling) and mesh.is_main:
+        log.warning(
+            "rollout.top_p, top_k, min_p or repetition_penalty cut the vocabulary: the engine's logprobs are not "
+            "comparable, so the parity gate and the importance correction are off."
+        )
+    return Stages(layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, engine_bytes, share, sampling)
 
 
-def compute_dtype(wanted: Dtype, device_type: str) -> torch.dtype:
-    if wanted == Dtype["auto"]:
-        return torch.bfloat16 if device_type == "cuda" else torch.float32
-    return getattr(torch, str(wanted))
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: bool) -> Policy:
@@ -117,7 +127,7 @@ def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: boo
     return build_policy(
         folder,
         mesh,
-        dtype=compute_dtype(own_dtype, device_type),
+        dtype=getattr(torch, compute_dtype(own_dtype, device_type)),
         attention_backend=str(actor.attention),
         trainable=trainable,
         gradient_checkpointing=actor.gradient_checkpointing,

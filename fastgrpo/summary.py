@@ -92,7 +92,7 @@ def reward_metrics(samples: Sequence[Sample], groups: Groups) -> dict[str, float
     scored = groups.rewards_N[~groups.rewards_N.isnan()]
     num_groups = len(groups.means_P)
     signal_P = groups.advantages_N.view(num_groups, -1).ne(0).any(dim=1)
-    metrics = {f"reward/{status}": 0.0 for status in ("scored", "timeout", "error")}
+    metrics = {f"reward/{status}": 0.0 for status in ("scored", "unscored", "timeout", "error")}
     for sample in samples:
         metrics[f"reward/{sample.score.status}"] += 1
     if scored.numel():

@@ -14,7 +14,8 @@ What each phase does is in its own module; what they hand each other is in recor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,6 +34,8 @@ from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samp
 from fastgrpo.stages import build_stages
 from fastgrpo.summary import Groups, make_groups, make_record
 
+log = logging.getLogger("fastgrpo")
+
 
 class Trainer:
     """One run. `prompts` and `reward` replace what the configuration names: a list of strings, message lists or rows,
@@ -49,6 +52,7 @@ class Trainer:
         self.config = config
         self.stages = build_stages(config, prompts, reward)
         self.steps_done = 0
+        self._drift_said = False
         self._rows: list[dict[str, Any]] = []  # the last step's samples, for the files
 
     def run(self) -> None:
@@ -74,7 +78,7 @@ class Trainer:
     def step(self) -> StepRecord:
         """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""
         s, config, step = self.stages, self.config, self.steps_done
-        clock = Clock(s.mesh.device)
+        clock = Clock(s.mesh.device, s.engine_bytes)
         prompts = step_prompts(s.train, step, config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
         own = self._draw(prompts, clock)
         with clock("reward"):
@@ -83,7 +87,7 @@ class Trainer:
         groups = make_groups(samples, config)
         if step == 0:
             with clock("gate"):  # before any update: every response token, trained or not
-                check_gap(s.actor.gap(build_scoring_batches(rollouts, s.share)).reduce(s.mesh), config)
+                self._watch_gap(s.actor.gap(build_scoring_batches(rollouts, s.share)).reduce(s.mesh))
         mini_batches = self._mini_batches(rollouts, groups)
         with clock("old"):  # one update: the ratio is 1, and the logprobs of the update are those of the rollout
             old_R = s.actor.old_logprobs(mini_batches) if s.layout.updates_per_step > 1 else None
@@ -93,7 +97,7 @@ class Trainer:
             sums = Sums()
             update = s.actor.update(mini_batches, old_R, ref_R, sums)
             reduced = sums.reduce(s.mesh)
-        check_gap(reduced, config)
+        self._watch_gap(reduced)
         self.steps_done += 1
         self._rows = answer_rows(samples, prompts)
         return make_record(self.steps_done, samples, groups, reduced, update, clock, config)
@@ -110,6 +114,13 @@ class Trainer:
         if report is not None:
             report.validation(step, result)
         return result
+
+    def _watch_gap(self, sums: Mapping[str, float]) -> None:
+        """Stops the run when sampler and trainer disagree; a drift is said once, and stays in the metrics."""
+        drift = check_gap(sums, self.config)
+        if drift and not self._drift_said and self.stages.mesh.is_main:
+            log.warning(drift)
+            self._drift_said = True
 
     def _draw(self, prompts: Sequence[Prompt], clock: Clock) -> list[Rollout]:
         """This rank's engine's share of the step's samples."""

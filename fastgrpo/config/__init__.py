@@ -43,6 +43,7 @@ from fastgrpo.config.schema import (
     TrainerConfig,
     Truncation,
     ValidationSampling,
+    compute_dtype,
 )
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "build",
     "check",
     "check_model",
+    "compute_dtype",
     "option_keys",
     "to_document",
     "total_steps",

@@ -68,9 +68,10 @@ class ArithmeticConfig:
     operands: int = 2  # numbers in one task
     min_value: int = 0  # smallest operand
     max_value: int = 99  # largest operand
-    template: str = "{task} ="  # what the user says; {task} is like `3 + 4`
-    train_size: int = 4096  # tasks
-    val_size: int = 128  # tasks, none of them in the training set
+    # what the user says, each task in every wording; {task} is like `3 + 4`
+    templates: list[str] = field(default_factory=lambda: ["{task} ="])
+    train_size: int = 4096  # tasks, or fewer when there are no more
+    val_size: int = 128  # tasks, none of them in the training set in any order of its operands
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,7 +147,7 @@ class RolloutConfig:
     kv_cache_gib: float | None = None  # GiB of KV cache a rank; default: what the phase leaves free (CUDA), 2 (CPU)
     enforce_eager: bool = False  # no CUDA graphs: starts faster, generates slower
     sleep_level: int = 2  # CUDA: 2 drops the engine's weights while training, 1 keeps a copy in host memory
-    dtype: Dtype = Dtype["auto"]  # engine weights; auto: bfloat16 on CUDA, float32 on CPU
+    dtype: Dtype = Dtype["auto"]  # engine weights; auto: as the trainer's compute
     max_logprob_gap: float = 0.1  # nats; mean |sampler - trainer| above it stops the run
     val_kwargs: ValidationSampling = field(default_factory=ValidationSampling)
 
@@ -248,3 +249,10 @@ class RunConfig:
     ref: RefConfig = field(default_factory=RefConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def compute_dtype(wanted: Dtype, device_type: str) -> str:
+    """Name of the torch dtype that a `dtype` option means: auto is bfloat16 on CUDA, float32 on a CPU."""
+    if wanted == Dtype["auto"]:
+        return "bfloat16" if device_type == "cuda" else "float32"
+    return str(wanted)

@@ -73,8 +73,11 @@ def arithmetic_can_be_made(c: RunConfig, layout: Layout) -> Iterator[str]:
             f"data.arithmetic.min_value={made.min_value} is above data.arithmetic.max_value={made.max_value}; "
             "exchange them"
         )
-    if "{task}" not in made.template:
-        yield f"data.arithmetic.template={made.template!r} has no place for the task; write {{task}} in it"
+    if not made.templates:
+        yield "data.arithmetic.templates is empty; write at least one wording, such as ['{task} =']"
+    for template in made.templates:
+        if "{task}" not in template:
+            yield f"data.arithmetic.templates: {template!r} has no place for the task; write {{task}} in it"
 
 
 def greedy_validation_draws_once(c: RunConfig, layout: Layout) -> Iterator[str]:

@@ -1,37 +1,50 @@
 """Sums made on the spot: a training and a held-out set of tasks without any download.
 
-A task is its operands and operators in order, so `3 + 4` and `4 + 3` are two tasks and may lie on either side; nothing
-else is shared between the training and the held-out set. Both are functions of (configuration, seed) alone. The rules
-for the single options are fastgrpo.config's; whether there are enough tasks is decided here.
+A task is its operands and operators in order; it is asked in every wording of `templates`. Held-out tasks occur in
+training in no wording, and in no order either: with `3 + 4` held out, `4 + 3` is not trained. Both sets are functions of
+(configuration, seed) alone. The rules for the single options are fastgrpo.config's; whether there are enough tasks is
+decided here.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from fastgrpo.config import ArithmeticConfig
 from fastgrpo.errors import UserError
 
 SIGN = {"+": 1, "-": -1}
+_SMALL_SPACE = 1 << 20  # tasks that are shuffled as a whole; from more, they are drawn
+
+Task = tuple[list[int], list[str]]  # operands, and the operators between them
 
 
 def make_tasks(config: ArithmeticConfig, split: Literal["train", "val"], seed: int) -> list[dict[str, Any]]:
-    """Rows {"prompt": "3 + 4 =", "reference": "7", "task": "3 + 4"}, `train_size` or `val_size` of them, all distinct.
+    """Rows {"prompt": "3 + 4 =", "reference": "7", "task": "3 + 4"}: val_size tasks, or as many of train_size as there
+    are beside them, each in all wordings.
 
-    Raises UserError when the ranges do not allow train_size + val_size distinct tasks.
+    Raises UserError when the ranges do not allow that many, or leave nothing to train on.
     """
-    space = num_tasks(config)
-    wanted = config.train_size + config.val_size
-    if wanted > space:
+    held_out: list[Task] = []
+    trained: list[Task] = []
+    held_out_kinds: set[Any] = set()
+    for task in _draw(config, random.Random(f"arithmetic/{seed}")):
+        if len(held_out) < config.val_size:
+            held_out.append(task)
+            held_out_kinds.add(_whatever_the_order(task))
+        elif len(trained) == config.train_size:
+            break
+        elif _whatever_the_order(task) not in held_out_kinds:
+            trained.append(task)
+    if len(held_out) < config.val_size or not trained:
         raise UserError(
-            f"data.arithmetic: train_size {config.train_size} + val_size {config.val_size} = {wanted} tasks wanted, "
-            f"but {config.operands} operands from {config.min_value} to {config.max_value} with operations "
-            f"`{config.operations}` make only {space} different ones: lower the sizes or widen the range"
+            f"data.arithmetic: val_size {config.val_size} tasks wanted and some to train on, but {config.operands} "
+            f"operands from {config.min_value} to {config.max_value} with operations `{config.operations}` make only "
+            f"{num_tasks(config)} different ones: lower val_size or widen the range"
         )
-    drawn = _distinct(random.Random(f"arithmetic/{seed}"), space, wanted)
-    chosen = drawn[: config.val_size] if split == "val" else drawn[config.val_size :]
-    return [_row(config, index) for index in chosen]
+    return [row for task in (held_out if split == "val" else trained) for row in _rows(config, task)]
 
 
 def num_tasks(config: ArithmeticConfig) -> int:
@@ -52,15 +65,21 @@ def answer(operands: list[int], operators: list[str]) -> int:
     return total + term
 
 
-def _distinct(generator: random.Random, space: int, wanted: int) -> list[int]:
-    """`wanted` different integers below `space` (any size), in the order drawn."""
-    drawn: dict[int, None] = {}
-    while len(drawn) < wanted:
-        drawn[generator.randrange(space)] = None
-    return list(drawn)
+def _draw(config: ArithmeticConfig, generator: random.Random) -> Iterator[Task]:
+    """All tasks, each once, in random order; of a very large space, different ones without end."""
+    space = num_tasks(config)
+    if space <= _SMALL_SPACE:
+        yield from (_task(config, index) for index in generator.sample(range(space), space))
+        return
+    drawn: set[int] = set()
+    while True:
+        index = generator.randrange(space)
+        if index not in drawn:
+            drawn.add(index)
+            yield _task(config, index)
 
 
-def _row(config: ArithmeticConfig, index: int) -> dict[str, Any]:
+def _task(config: ArithmeticConfig, index: int) -> Task:
     """Task number `index` of the space, read as a number of mixed base: operands first, then operators."""
     values = config.max_value - config.min_value + 1
     symbols = sorted(set(config.operations))
@@ -71,11 +90,21 @@ def _row(config: ArithmeticConfig, index: int) -> dict[str, Any]:
     for _ in range(config.operands - 1):
         index, digit = divmod(index, len(symbols))
         operators.append(symbols[digit])
-    task = str(operands[0])
+    return operands, operators
+
+
+def _whatever_the_order(task: Task) -> Any:
+    """The same for tasks that differ only in the order of a sum's or product's operands."""
+    operands, operators = task
+    commutes = set(operators) in ({"+"}, {"*"})
+    return tuple(sorted(operands) if commutes else operands), tuple(operators)
+
+
+def _rows(config: ArithmeticConfig, task: Task) -> list[dict[str, Any]]:
+    operands, operators = task
+    text = str(operands[0])
     for operator, operand in zip(operators, operands[1:], strict=True):
-        task += f" {operator} {operand}" if operand >= 0 else f" {operator} ({operand})"
-    return {
-        "prompt": config.template.replace("{task}", task),
-        "reference": str(answer(operands, operators)),
-        "task": task,
-    }
+        text += f" {operator} {operand}" if operand >= 0 else f" {operator} ({operand})"
+    reference = str(answer(operands, operators))
+    prompts = (template.replace("{task}", text) for template in config.templates)
+    return [{"prompt": prompt, "reference": reference, "task": text} for prompt in prompts]

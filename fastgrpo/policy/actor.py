@@ -4,8 +4,8 @@
                                      -- update -->           forward, head, backward; clip; AdamW
 
 All passes go over the same micro-batches with the same cut into chunks, so `old` equals the first update's logprobs bit
-for bit. A micro-batch without rows still runs: its collectives are those of the other ranks. Nothing here waits for the device
-within a mini-batch; the gradient norm is the one number read back after it.
+for bit. A micro-batch without rows still runs: its collectives are those of the other ranks. Nothing here waits for the
+device within a mini-batch; the gradient norm is the one number read back after it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 `PolicyModule.forward` is the FSDP root's forward, so the head runs where FSDP has gathered its weight. Which head runs
 is the caller's choice (head.py); the body does not know. Masters are float32; a block is gathered and computed in
 `actor.dtype` and its gradients are reduced in float32. They are sums over all ranks: FSDP's own averaging is off, every
-normaliser is in the token weights (batch/denominators.py). Dropout is off: it would make the policy differ from what the engine sampled.
+normaliser is in the token weights (batch/denominators.py). Dropout is off: it would make the policy differ from what
+the engine sampled.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def build_policy(
 
 def _meta_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     config = copy.deepcopy(config)
-    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "residual_dropout"):
-        if hasattr(config, name):
+    for name, value in config.to_dict().items():  # attention_dropout, resid_pdrop, layerdrop, ...: every family its own
+        if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(

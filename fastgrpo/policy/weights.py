@@ -30,6 +30,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from fastgrpo.errors import UserError
 
 _SHARD_BYTES = 4 << 30  # a file of an exported checkpoint
+_COPIED = (".json", ".txt", ".model", ".jinja", ".py")  # config, tokenizer, template, code that came with the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,20 @@ def _tied_names(model: PreTrainedModel) -> dict[str, str]:
 def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        return {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+        files = {key: folder / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+        absent = sorted({path.name for path in files.values() if not path.exists()})
+        if absent:
+            raise UserError(
+                f"{folder} lacks the file {', '.join(absent)}, which {index.name} names: download it again."
+            )
+        return files
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise UserError(
             f"{folder} holds no *.safetensors: fastgrpo reads no other weight format. Convert it once with "
             "transformers' save_pretrained."
         )
-    files: dict[str, Path] = {}
+    files = {}
     for path in paths:
         with safe_open(path, "pt") as tensors:
             files.update(dict.fromkeys(tensors.keys(), path))
@@ -187,7 +194,7 @@ def save_folder(
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for path in source.iterdir():
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and "safetensors" not in path.name:
+        if path.is_file() and path.suffix in _COPIED and "safetensors" not in path.name:
             shutil.copy(path, part)
     extra(part)
     for path in part.iterdir():

@@ -65,12 +65,23 @@ def test_same_seed_same_tasks_and_training_size_leaves_the_held_out_ones_alone()
 
 
 def test_the_whole_space_can_be_used_up() -> None:
-    config = ArithmeticConfig(operations="+-", max_value=9, train_size=150, val_size=50)
-    assert num_tasks(config) == 200
+    config = ArithmeticConfig(operations="-", max_value=9, train_size=500, val_size=50)
+    assert num_tasks(config) == 100
     tasks = Counter(row["task"] for split in ("train", "val") for row in make_tasks(config, split, 3))
-    assert set(tasks) == {f"{a} {op} {b}" for a in range(10) for b in range(10) for op in "+-"}
-    with pytest.raises(UserError, match=r"train_size 151 \+ val_size 50 = 201 .* only 200 different"):
-        make_tasks(ArithmeticConfig(operations="+-", max_value=9, train_size=151, val_size=50), "train", 3)
+    assert tasks == Counter(f"{a} - {b}" for a in range(10) for b in range(10))
+    for val_size in (100, 101):  # nothing left to train on, and too few
+        with pytest.raises(UserError, match=f"val_size {val_size} .* only 100 different"):
+            make_tasks(ArithmeticConfig(operations="-", max_value=9, val_size=val_size), "train", 3)
+
+
+def test_a_held_out_sum_is_trained_in_no_order() -> None:
+    config = ArithmeticConfig(max_value=9, val_size=20)
+    held_out = {frozenset(row["task"].split(" + ")) for row in make_tasks(config, "val", 0)}
+    trained = [row["task"] for row in make_tasks(config, "train", 0)]
+    assert len(trained) > 50
+    assert all(frozenset(task.split(" + ")) not in held_out for task in trained)
+    everything = {frozenset((str(a), str(b))) for a in range(10) for b in range(10)}
+    assert held_out | {frozenset(task.split(" + ")) for task in trained} == everything
 
 
 def test_no_values_make_no_tasks() -> None:
@@ -83,7 +94,13 @@ def test_one_operand_is_its_own_answer() -> None:
     assert all(row["task"] == row["reference"] for row in rows) and len({row["task"] for row in rows}) == 3
 
 
-def test_template_with_other_braces() -> None:
-    config = ArithmeticConfig(template="Answer in \\boxed{}: {task}", train_size=1, val_size=0)
-    row = make_tasks(config, "train", 0)[0]
-    assert row["prompt"] == "Answer in \\boxed{}: " + row["task"]
+def test_every_task_in_every_wording() -> None:
+    config = ArithmeticConfig(templates=["Answer in \\boxed{}: {task}", "{task}?"], train_size=2, val_size=0)
+    rows = make_tasks(config, "train", 0)
+    first, second = rows[0]["task"], rows[2]["task"]
+    assert [row["prompt"] for row in rows] == [
+        f"Answer in \\boxed{{}}: {first}",
+        f"{first}?",
+        f"Answer in \\boxed{{}}: {second}",
+        f"{second}?",
+    ]
