@@ -36,6 +36,7 @@ class Mesh:
     fsdp_mesh: DeviceMesh  # 1-D (shard) or 2-D (replicate, shard)
     sp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup  # carries CPU tensors too
+    owns_process_group: bool  # `build_mesh` started it
 
     @property
     def dp(self) -> int:
@@ -91,6 +92,11 @@ class Mesh:
         if self.world > 1:
             dist.barrier()
 
+    def close(self) -> None:
+        """End the process group, unless it was there before."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
 
 def engine_slice(num_groups: int, group_size: int, engine: int, engines: int) -> range:
     """Which of the step's N = num_groups * group_size requests this engine draws: whole groups, as even as they go."""
@@ -105,7 +111,8 @@ def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh
 
     Raises ValueError when the world does not divide (the configuration was checked before: this is for Python users).
     """
-    if not dist.is_initialized():
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group:
         _init_process_group(device_type)
     world, rank = dist.get_world_size(), dist.get_rank()
     for name, size in (("sp", sp), ("tp", tp), ("replicas", replicas)):
@@ -127,6 +134,7 @@ def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh
         fsdp_mesh=fsdp_mesh,
         sp_group=_own_group(consecutive_groups(world, sp), rank),
         tp_group=_own_group(consecutive_groups(world, tp), rank),
+        owns_process_group=owns_process_group,
     )
 
 
@@ -155,6 +163,6 @@ def _init_process_group(device_type: str) -> None:
         return
     # A bare start. The variables are set as torchrun would: the engine reads them. Port 0 lets the store choose a free
     # one, so that two runs on one host never collide.
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # pyright: ignore
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -119,7 +119,7 @@ class TensorBoard:
 
 class WandB:
     def __init__(self, folder: Path, project: str, name: str, config: Any) -> None:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(project=project, name=name, dir=str(folder), config=asdict(config))
 

@@ -105,7 +105,7 @@ def build_stages(
         max_tokens=layout.tokens_per_micro_batch,
         max_sequences=layout.max_sequences_per_micro_batch,
         cost=_cost(model_config, policy),
-        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+        pad_id=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
     rollout = config.rollout
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty)
@@ -141,7 +141,7 @@ def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: boo
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:
     """Every id that ends a response: the tokenizer's end token and all that the model's generation config names."""
-    found: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
     if (model_dir / "generation_config.json").exists():
         more = GenerationConfig.from_pretrained(model_dir).eos_token_id
         found += more if isinstance(more, list) else [] if more is None else [more]

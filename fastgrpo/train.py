@@ -58,7 +58,8 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(argv)
     start = launch.plan(config, os.environ)
     layout = check(config, start.world, ranks_per_node=start.ranks_per_node)
-    launch.resolve_device(config, launch.count_gpus(), start.ranks_per_node)
+    device = launch.resolve_device(config, launch.count_gpus(), start.ranks_per_node)
+    launch.share_cpu(device, os.environ)
     if start.relaunch:
         launch.relaunch(start.world, argv)
     console.say("\n".join(layout.table()))

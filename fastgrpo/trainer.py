@@ -158,6 +158,7 @@ class Trainer:
     def close(self) -> None:
         self.stages.rewards.close()
         self.stages.engine.close()
+        self.stages.mesh.close()
 
 
 def due(step: int, every: int) -> bool:

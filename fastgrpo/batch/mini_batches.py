@@ -71,7 +71,7 @@ def build_mini_batches(
         trained_N = in_batch_N if keep_zero_advantage else in_batch_N & (advantages_N != 0)
         rows = np.flatnonzero(trained_N).tolist()
         micro = _pack_rows(rollouts, rows, advantages_N, weights_N, share, scoring=False)
-        mini_batches.append(MiniBatch(micro, int(loss_tokens_N[in_batch_N].sum())))
+        mini_batches.append(MiniBatch(micro, int(loss_tokens_N.numpy()[in_batch_N].sum())))
     return mini_batches
 
 

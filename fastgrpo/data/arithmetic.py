@@ -1,9 +1,9 @@
 """Sums made on the spot: a training and a held-out set of tasks without any download.
 
 A task is its operands and operators in order; it is asked in every wording of `templates`. Held-out tasks occur in
-training in no wording, and in no order either: with `3 + 4` held out, `4 + 3` is not trained. Both sets are functions of
-(configuration, seed) alone. The rules for the single options are fastgrpo.config's; whether there are enough tasks is
-decided here.
+training in no wording, and in no order either: with `3 + 4` held out, `4 + 3` is not trained. Both sets are functions
+of (configuration, seed) alone. The rules for the single options are fastgrpo.config's; whether there are enough tasks
+is decided here.
 """
 
 from __future__ import annotations

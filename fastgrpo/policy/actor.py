@@ -105,7 +105,7 @@ class Actor:
                 if mini_batch.loss_tokens == 0:
                     skipped += 1
                     continue
-                self._backward(mini_batch, old_R and old_R[number], ref_R and ref_R[number], sums)
+                self._backward(mini_batch, old_R[number] if old_R else None, ref_R[number] if ref_R else None, sums)
                 lr = learning_rate(self._config.optim, self.version + 1, self._total_updates)
                 grad_norm, stepped = apply_update(self.optimizer, lr, self._config.grad_clip)
                 grad_norms.append(grad_norm)

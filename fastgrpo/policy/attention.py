@@ -23,6 +23,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,16 +110,18 @@ def varlen(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale:
     """CUDA, bfloat16 or float16."""
     from torch.nn.attention.varlen import varlen_attn
 
-    gqa = {}
+    gqa: dict[str, Any] = {}  # torch 2.11 takes unequal head counts unasked
     if q_TQD.shape[1] != k_TKD.shape[1]:
         gqa = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     cu, longest = packing.cu_seqlens, packing.max_seqlen
-    return varlen_attn(q_TQD, k_TKD, v_TKD, cu, cu, longest, longest, scale=scale, window_size=(-1, 0), **gqa)
+    out = varlen_attn(q_TQD, k_TKD, v_TKD, cu, cu, longest, longest, scale=scale, window_size=(-1, 0), **gqa)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def flash(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: float) -> Tensor:
     """CUDA, bfloat16 or float16, with the package flash-attn."""
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     cu, longest = packing.cu_seqlens, packing.max_seqlen
     return flash_attn_varlen_func(q_TQD, k_TKD, v_TKD, cu, cu, longest, longest, softmax_scale=scale, causal=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastgrpo.algorithm.loss import LossBatch, LossConfig, PolicyLossFn, SegmentSum, token_stats
@@ -35,6 +35,7 @@ class OutputLayer:
     @classmethod
     def of(cls, lm: PreTrainedModel) -> OutputLayer:
         layer, config = lm.get_output_embeddings(), lm.config
+        assert isinstance(layer, nn.Linear)
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None) or 0.0)
 

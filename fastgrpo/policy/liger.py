@@ -8,6 +8,7 @@ plain RMSNorm with a weight, and the gated SiLU MLP. RoPE stays transformers': i
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,6 +28,7 @@ def use_liger_modules(lm: PreTrainedModel) -> int:
     objects, so ties and names hold."""
     exchanged = 0
     for parent in list(lm.modules()):
+        child: Any  # the classes named above, whose attributes nn.Module does not declare
         for name, child in list(parent.named_children()):
             if type(child).__name__ in _NORMS:
                 setattr(parent, name, LigerNorm(child.weight, child.variance_epsilon))

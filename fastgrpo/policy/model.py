@@ -82,6 +82,7 @@ class Policy:
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under their checkpoint names, a block at a time (a collective; see weights.full_tensors)."""
+        assert isinstance(self.module, FSDPModule)
         return full_tensors(self.module, self.names)
 
 
@@ -120,7 +121,8 @@ def build_policy(
     load_shards(lm, checkpoint_map)
     names = {f"lm.{name}": key for name, key in checkpoint_map.names.items()}
     sp_group = mesh.sp_group if mesh.sp > 1 else None
-    return Policy(module, folder, names, config.dtype or torch.float32, mesh.device, backend, sp_group)
+    stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return Policy(module, folder, names, stored_dtype, mesh.device, backend, sp_group)
 
 
 def _meta_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -136,7 +138,9 @@ def _meta_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code:
 
 def blocks(lm: PreTrainedModel) -> list[nn.Module]:
     """The decoder's layers: what FSDP gathers at a time and checkpointing recomputes."""
-    return list(lm.get_decoder().layers)
+    layers = lm.get_decoder().layers
+    assert isinstance(layers, nn.ModuleList)
+    return list(layers)
 
 
 def _checkpoint_blocks(lm: PreTrainedModel, every: int, *, offload: bool, pin: bool) -> None:
@@ -147,6 +151,7 @@ def _checkpoint_blocks(lm: PreTrainedModel, every: int, *, offload: bool, pin: b
         with torch.autograd.graph.save_on_cpu(pin_memory=pin):  # catches the block's input; the rest is recomputed
             return plain(function, *args)
 
+    block: Any  # transformers.modeling_layers.GradientCheckpointingLayer
     for block in blocks(lm)[::every]:
         block.gradient_checkpointing = True
         block._gradient_checkpointing_func = offloaded if offload else plain

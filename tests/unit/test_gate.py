@@ -1,0 +1,63 @@
+"""The gate between engine and trainer: its three thresholds, and what it says."""
+
+import math
+
+import pytest
+import torch
+
+from fastgrpo.algorithm.mismatch import gap_stats
+from fastgrpo.config import RunConfig
+from fastgrpo.gate import check_gap
+
+
+def sums_of(gaps):
+    """Reduced sums over tokens whose trainer logprob is the sampler's plus the gap."""
+    sampler = torch.full((len(gaps),), -1.0, dtype=torch.float64)
+    trainer = sampler + torch.tensor(gaps, dtype=torch.float64)
+    stats = gap_stats(trainer, sampler, torch.ones(len(gaps), dtype=torch.bool), 2.0)
+    return {name: value.item() for name, value in stats.items()}
+
+
+def config_of(limit=0.1):
+    config = RunConfig()
+    config.rollout.max_logprob_gap = limit
+    return config
+
+
+def test_a_small_gap_passes_in_silence():
+    assert check_gap(sums_of([0.029, -0.029, 0.01, -0.01]), config_of()) is None
+
+
+def test_above_three_hundredths_it_warns():
+    warning = check_gap(sums_of([0.0625, -0.0625, 0.03125, -0.03125]), config_of())
+    assert warning is not None
+    assert "mean |trainer - sampler| logprob 0.0469, mean +0.0000, largest 0.06 nats" in warning
+    assert "stale prefix cache" in warning
+
+
+@pytest.mark.parametrize(
+    ("gaps", "limit", "words"),
+    [
+        ([0.125, -0.125], 0.1, r"over 2 tokens: .*logprob 0\.1250, mean \+0\.0000.*max_logprob_gap=0\.1\)"),
+        ([0.031, 0.031, 0.031], 0.1, r"logprob 0\.0310, mean \+0\.0310"),  # noise has no sign
+        ([-0.04, -0.03], 0.1, r"mean -0\.0350"),
+        ([0.02, -0.01], 0.001, r"max_logprob_gap=0\.001"),
+        ([0.5, -0.5], 0.4, r"largest 0\.50 nats"),
+        ([math.inf, 0.0], 0.1, "logprob inf"),
+        ([math.nan, 0.0], 0.1, "logprob nan"),
+    ],
+)
+def test_beyond_its_limits_it_stops(gaps, limit, words):
+    with pytest.raises(RuntimeError, match=rf"engine and trainer disagree.*{words}.*likely causes"):
+        check_gap(sums_of(gaps), config_of(limit))
+
+
+def test_a_wider_limit_lets_noise_pass_but_no_shift():
+    assert "drift apart" in str(check_gap(sums_of([0.3, -0.3]), config_of(0.4)))
+    with pytest.raises(RuntimeError):
+        check_gap(sums_of([0.1, 0.1]), config_of(0.4))
+
+
+def test_without_comparable_tokens_there_is_nothing_to_say():
+    assert check_gap({}, config_of()) is None
+    assert check_gap(sums_of([]), config_of()) is None
