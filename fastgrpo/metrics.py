@@ -151,7 +151,7 @@ def plot_rewards(path: Path, steps: list[int], rewards: list[float], validation:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.plot(steps, rewards, linewidth=1.2, label="training, mean of the step")
+    axes.plot(steps, rewards, marker=".", linewidth=1.2, label="training, mean of the step")
     if validation:
         at, scores = zip(*validation, strict=True)
         axes.plot(at, scores, marker="o", linewidth=1.8, label="held out")

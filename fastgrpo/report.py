@@ -128,8 +128,12 @@ def step_line(record: StepRecord, total_steps: int) -> str:
     reward = f"{m['reward/mean']:.3f} ±{m['reward/std']:.3f}" if "reward/mean" in m else "nothing scored"
     return (
         f"step {record.step}/{total_steps} | reward {reward}{kl} | loss {record.loss:.4f} | {phases} | "
-        f"{t['step']:.1f}s | {m['perf/tokens_per_s'] / 1000:.1f}k tok/s"
+        f"{t['step']:.1f}s | {_rate(m['perf/tokens_per_s'])} tok/s"
     )
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s / 1000:.1f}k" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}"
 
 
 def group_lines(record: StepRecord, rollouts: Sequence[Mapping[str, Any]]) -> str:

@@ -70,15 +70,7 @@ def build_stages(
     model_dir = hub.resolve_model(config.model.path)
     ref_dir = hub.resolve_model(config.ref.path, option="ref.path") if config.ref.path else model_dir
     model_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
-    check_packing(model_config, trust_remote_code=config.model.trust_remote_code)
-    check_model(
-        config,
-        layout,
-        num_heads=model_config.num_attention_heads,
-        num_kv_heads=getattr(model_config, "num_key_value_heads", model_config.num_attention_heads),
-        max_positions=model_config.max_position_embeddings,
-        vocab=model_config.vocab_size,
-    )
+    _check_model(config, layout, model_config)
     tokenizer = load_tokenizer(config.model, model_dir)
     seed = config.trainer.seed
     if prompts is None:
@@ -107,6 +99,23 @@ def build_stages(
         cost=_cost(model_config, policy),
         pad_id=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
+    sampling = _sampling(config, mesh)
+    return Stages(layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, engine_bytes, share, sampling)
+
+
+def _check_model(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
+    check_packing(model_config, trust_remote_code=config.model.trust_remote_code)
+    check_model(
+        config,
+        layout,
+        num_heads=model_config.num_attention_heads,
+        num_kv_heads=getattr(model_config, "num_key_value_heads", model_config.num_attention_heads),
+        max_positions=model_config.max_position_embeddings,
+        vocab=model_config.vocab_size,
+    )
+
+
+def _sampling(config: RunConfig, mesh: Mesh) -> Sampling:
     rollout = config.rollout
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p, rollout.repetition_penalty)
     if not reports_logprobs(sampling) and mesh.is_main:
@@ -114,7 +123,7 @@ def build_stages(
             "rollout.top_p, top_k, min_p or repetition_penalty cut the vocabulary: the engine's logprobs are not "
             "comparable, so the parity gate and the importance correction are off."
         )
-    return Stages(layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, engine_bytes, share, sampling)
+    return sampling
 
 
 def _allocated(device: torch.device) -> int:

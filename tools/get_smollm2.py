@@ -68,6 +68,7 @@ def dequantise(gguf: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # GGUF does not say which token ends a chat turn.
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    tokenizer.clean_up_tokenization_spaces = False  # of no effect for this kind, but warned about at each load
     plain.config.eos_token_id = plain.generation_config.eos_token_id = tokenizer.eos_token_id
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -60,22 +60,12 @@ def map_checkpoint(model: PreTrainedModel, folder: Path) -> CheckpointMap:
                 "whose parameters are the checkpoint's own tensors (dense decoders)."
             )
         names[name] = key
-    tied = {name for name, source in _tied_names(model).items() if source in names}
-    missing = sorted(set(dict(model.named_parameters())) - set(names) - tied)
+    wanted = {name for name, _ in model.named_parameters()}  # tied parameters once, under their first name
+    missing = sorted(wanted - set(names))
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise UserError(f"{folder} lacks {shown}: is it a complete checkpoint of {type(model).__name__}?")
-    wanted = {name for name, _ in model.named_parameters()}  # tied parameters once, under their first name
     return CheckpointMap({name: key for name, key in names.items() if name in wanted}, files)
-
-
-def _tied_names(model: PreTrainedModel) -> dict[str, str]:
-    first: dict[int, str] = {}
-    return {
-        name: first[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
-    }
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
