@@ -21,7 +21,7 @@ RUN_HERE = {"make quickstart", ".venv/bin/python -m fastgrpo.train +exp=capitals
 
 def blocks(language: str) -> list[tuple[str, str]]:
     """(the line before it, text) of each fenced block."""
-    found = re.findall(rf"^(.*)\n```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    found = re.findall(rf"^([^\n]*)\n```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     return [(before, text.strip()) for before, text in found]
 
 

