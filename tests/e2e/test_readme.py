@@ -63,7 +63,13 @@ def test_own_data_reward_and_experiment(tmp_path: Path, tiny_model: Path) -> Non
     (tmp_path / "capitals.yaml").write_text(experiment)
     [(_, command)] = [block for block in blocks("bash") if "capitals.yaml" in block[1]]
     arguments = command.replace(".venv/bin/python", sys.executable).split()
-    small = ["rollout.name=hf", "trainer.device=cpu", "trainer.max_steps=1", f"model.path={tiny_model}"]
+    small = [
+        "data.max_prompt_length=200",
+        "rollout.name=hf",
+        "trainer.device=cpu",
+        "trainer.max_steps=1",
+        f"model.path={tiny_model}",
+    ]
     done = run([*arguments, *small], tmp_path)
     assert done.returncode == 0, done.stderr
     [folder] = (tmp_path / "runs").iterdir()

