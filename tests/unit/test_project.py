@@ -11,6 +11,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -218,3 +219,11 @@ def run(command: list[str], cwd: Path = ROOT, **environ: str) -> subprocess.Comp
     return subprocess.run(
         command, cwd=cwd, env=os.environ | environ, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_no_folder_of_tests_is_passed_over(request: pytest.FixtureRequest) -> None:
+    """pytest skips folders by name, `dist` among them unless told otherwise, and says nothing."""
+    passed_over = request.config.getini("norecursedirs")
+    folders = [path for path in (ROOT / "tests").rglob("*") if path.is_dir() and any(path.glob("test_*.py"))]
+    assert {"unit", "kernels", "dist", "e2e"} <= {folder.name for folder in folders}
+    assert not [folder for folder in folders for pattern in passed_over if fnmatch(folder.name, pattern)]
