@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ _HOMES = {"RunConfig": "fastgrpo.config", "Trainer": "fastgrpo.trainer"}
 
 def __getattr__(name: str) -> Any:
     # Imported when asked for: the command must be able to refuse a configuration before torch is loaded.
+    if name == "Trainer":
+        launch = import_module("fastgrpo.launch")
+        launch.share_cpu("cuda" if launch.count_gpus() else "cpu", os.environ)
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -126,6 +126,8 @@ def step_line(record: StepRecord, total_steps: int) -> str:
         f"{name} {t[name]:.1f}s" for name in ("gen", "reward", "old", "ref", "update", "sync") if name in t
     )
     reward = f"{m['reward/mean']:.3f} ±{m['reward/std']:.3f}" if "reward/mean" in m else "nothing scored"
+    left_out = int(m["reward/unscored"] + m["reward/timeout"] + m["reward/error"])
+    reward += f" ({left_out} unscored)" if left_out else ""
     return (
         f"step {record.step}/{total_steps} | reward {reward}{kl} | loss {record.loss:.4f} | {phases} | "
         f"{t['step']:.1f}s | {_rate(m['perf/tokens_per_s'])} tok/s"

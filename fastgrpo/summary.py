@@ -38,7 +38,8 @@ def make_groups(samples: Sequence[Sample], config: RunConfig) -> Groups:
     if all(total is None for total in totals_N):
         first = samples[0].score
         raise UserError(
-            f"none of the step's {len(samples)} samples could be scored (the first: {first.status}, {first.error}); "
+            f"none of the step's {len(samples)} samples could be scored (the first: {first.status}, "
+            f"{first.error or dict(first.parts)}); "
             "look at the reward function, its reference column (data.reference_key) and reward.timeout_s."
         )
     rewards_N = torch.tensor([math.nan if total is None else total for total in totals_N], dtype=torch.float64)

@@ -28,7 +28,7 @@ from fastgrpo import console, launch
 from fastgrpo.config import RunConfig, build, check, option_keys, to_document
 from fastgrpo.config.names import unknown_key
 from fastgrpo.errors import ConfigError, UserError
-from fastgrpo.paths import config_dir
+from fastgrpo.paths import check_run_dir, config_dir
 
 MISUSE = 2  # exit status after a mistake of the user
 INTERRUPTED = 130
@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
         console.complain(error)
         return MISUSE
     except KeyboardInterrupt:
+        console.say("interrupted: what the run has written stays; of the model, what trainer.save_freq has saved")
         return INTERRUPTED
 
 
@@ -62,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
     launch.share_cpu(device, os.environ)
     if start.relaunch:
         launch.relaunch(start.world, argv)
-    console.say("\n".join(layout.table()))
+    check_run_dir(config.trainer.run_dir)
+    console.say("\n".join([*layout.table(), rewards_line(config)]))
 
     from fastgrpo.trainer import Trainer  # brings torch
 
@@ -81,6 +83,12 @@ def read_config(argv: Sequence[str]) -> RunConfig:
     except MALFORMED as error:
         raise ConfigError(f"the configuration cannot be composed: {_in_one_line(error)}") from error
     return build(document)
+
+
+def rewards_line(config: RunConfig) -> str:
+    """Every active reward function: one that an experiment brought along must not score unnoticed."""
+    shown = [f"{label} ({function.kind}) x {function.weight:g}" for label, function in config.reward.functions.items()]
+    return f"reward            {' + '.join(shown)}"
 
 
 def list_experiments() -> str:

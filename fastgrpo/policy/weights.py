@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -86,9 +87,16 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         )
     files = {}
     for path in paths:
-        with safe_open(path, "pt") as tensors:
+        with _open(path) as tensors:
             files.update(dict.fromkeys(tensors.keys(), path))
     return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}), as after an interrupted download: fetch it again.") from error
 
 
 @torch.no_grad()
@@ -99,7 +107,7 @@ def load_shards(model: nn.Module, checkpoint: CheckpointMap) -> None:
         by_file.setdefault(checkpoint.files[key], []).append(name)
     parameters = dict(model.named_parameters())
     for path, names in by_file.items():
-        with safe_open(path, "pt") as tensors:
+        with _open(path) as tensors:
             for name in names:
                 source, parameter = tensors.get_slice(checkpoint.names[name]), parameters[name]
                 shape = tuple(source.get_shape())

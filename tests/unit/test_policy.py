@@ -17,7 +17,7 @@ from fastgrpo.errors import UserError
 from fastgrpo.policy import attention, weights
 from fastgrpo.policy.head import score_head
 from fastgrpo.policy.liger import use_liger_modules
-from fastgrpo.policy.model import build_policy, restore_buffers
+from fastgrpo.policy.model import _meta_model, build_policy, restore_buffers
 from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo_kernels import linear_logprob
 
@@ -477,3 +477,12 @@ def test_liger_modules_compute_the_same(make_tiny_model, family):
     torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
     for name, gradient in gradients.items():
         assert (others[name] - gradient).norm() < 1e-3 * gradient.norm() + 1e-4, name
+
+
+def test_a_damaged_weights_file_is_named(tmp_path, tiny_model):
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_model, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged .* fetch it again"):
+        weights.map_checkpoint(_meta_model(AutoConfig.from_pretrained(folder), torch.float32, False), folder)

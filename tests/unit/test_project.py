@@ -24,8 +24,8 @@ KERNELS_USER = "fastgrpo.policy.head"
 # What each part of fastgrpo may import: parts on the lines above its own (and its own modules). A line's parts do not
 # know each other. `fastgrpo` itself, the package's __init__, imports the trainer only when a user asks for it.
 LAYERS = [
-    {"errors", "paths", "clock", "fastgrpo"},
-    {"config", "records"},
+    {"errors", "clock", "fastgrpo"},
+    {"config", "records", "paths"},
     {"console", "hub", "mesh", "algorithm", "batch"},
     {"launch", "metrics"},
     {"policy", "reward", "data", "gate"},

@@ -168,10 +168,31 @@ def test_several_ranks_print_a_mistake_once() -> None:
     assert 'File "' not in done.stderr.split("fastgrpo.train FAILED")[0].split("Traceback")[0]
 
 
-def test_interrupts_are_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupts_end_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted(argv: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "run", interrupted)
     assert main(["+exp=quickstart"]) == 130
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert out.startswith("interrupted: ") and out.count("\n") == 1 and err == ""
+
+
+def test_every_active_reward_is_shown() -> None:
+    own = [
+        "+reward.functions.capital.kind=custom",
+        "reward.functions.capital.path=a.py",
+        "reward.functions.capital.weight=0.5",
+    ]
+    assert train.rewards_line(train.read_config(["+exp=quickstart", *own])).split(maxsplit=1)[1] == (
+        "answer (gsm8k) x 1 + capital (custom) x 0.5"
+    )
+
+
+@pytest.mark.parametrize("where", ["file/runs", "file"])
+def test_a_run_folder_that_cannot_be_made_is_refused_early(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["+exp=quickstart", f"trainer.run_dir={tmp_path / where}"]) == 2
+    assert "cannot write into" in capsys.readouterr().err
