@@ -422,7 +422,8 @@ def test_config_dir_is_inside_the_package_when_installed(tmp_path: Path) -> None
     package = tmp_path / "fastgrpo"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "paths.py").write_text((REPO / "fastgrpo" / "paths.py").read_text())
+    for name in ("paths.py", "errors.py"):
+        (package / name).write_text((REPO / "fastgrpo" / name).read_text())
     show = "import fastgrpo.paths; print(fastgrpo.paths.config_dir())"
 
     def shown() -> str:
