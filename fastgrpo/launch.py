@@ -104,7 +104,7 @@ def resolve_device(config: RunConfig, gpu_count: int, ranks_per_node: int | None
 
 def share_cpu(device: str, environ: MutableMapping[str, str]) -> None:
     """On a CPU, trainer and engine each bring an OpenMP runtime; waiting threads must sleep, not spin on the other's
-    cores (seen: a third of the time when something else runs on the machine). To be called before torch is loaded."""
+    cores (on a busy machine that took the engine a third of the CPU time). To be called before torch is loaded."""
     if device == "cpu":
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

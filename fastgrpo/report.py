@@ -13,7 +13,6 @@ Only rank 0 writes; on the other ranks every method returns at once.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +26,6 @@ from fastgrpo.evaluate import Validation
 from fastgrpo.mesh import Mesh
 from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_rows
 from fastgrpo.records import StepRecord
-
-log = logging.getLogger("fastgrpo")
 
 
 class Report:
