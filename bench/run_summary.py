@@ -13,8 +13,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,9 +94,9 @@ def scores(file: Path) -> dict[str, float]:
     return {uid: float(np.mean(values)) for uid, values in found.items()}
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -103,6 +105,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
     result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return result.stdout.strip() or "unknown"
 
