@@ -93,6 +93,9 @@ class RewardRequest:
     reference: str | None
     meta: Mapping[str, Any]
     step: int
+    uid: str = ""  # of the prompt
+    sample: int = 0
+    num_tokens: int = 0  # of the response, its end token included
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def build_stages(
     )
     device_type = resolve_device(config, count_gpus())
     engine_dtype(config, device_type)
-    rewards = build_rewards(config.reward, reward)
+    rewards = build_rewards(config.reward, reward, max_response_length=config.data.max_response_length)
     model_dir = hub.resolve_model(config.model.path)
     ref_dir = hub.resolve_model(config.ref.path, option="ref.path") if config.ref.path else model_dir
     model_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)

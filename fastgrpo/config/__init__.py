@@ -1,6 +1,6 @@
 """The configuration: the schema, the rules that it must obey, and the numbers that follow from it.
 
-    schema.py   every option, its default and its unit
+    schema.py   every option, its default and its unit; reward_schema.py those of `reward`
     build.py    plain documents (YAML) <-> the schema; types and unknown keys
     names.py    what verl's and TRL's names are called here
     layout.py   the numbers that follow from the options and the number of ranks
@@ -12,6 +12,7 @@ is checked on a laptop.
 
 from fastgrpo.config.build import build, option_keys, to_document
 from fastgrpo.config.layout import Layout, total_steps
+from fastgrpo.config.reward_schema import AnswerMode, RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
 from fastgrpo.config.rules import check, check_model
 from fastgrpo.config.schema import (
     ActorConfig,
@@ -23,7 +24,6 @@ from fastgrpo.config.schema import (
     Device,
     Dtype,
     FsdpConfig,
-    Gsm8kMode,
     HeadImpl,
     KlType,
     LossAgg,
@@ -31,10 +31,6 @@ from fastgrpo.config.schema import (
     OptimConfig,
     PolicyLoss,
     RefConfig,
-    RegexRule,
-    RewardConfig,
-    RewardFunctionConfig,
-    RewardKind,
     RolloutConfig,
     RolloutCorrectionConfig,
     RolloutIs,
@@ -50,13 +46,13 @@ __all__ = [
     "ActorConfig",
     "AdvEstimator",
     "AlgorithmConfig",
+    "AnswerMode",
     "ArithmeticConfig",
     "Attention",
     "DataConfig",
     "Device",
     "Dtype",
     "FsdpConfig",
-    "Gsm8kMode",
     "HeadImpl",
     "KlType",
     "Layout",

@@ -30,6 +30,13 @@ from fastgrpo.config.batch_rules import (
 from fastgrpo.config.build import type_mistakes
 from fastgrpo.config.layout import Layout
 from fastgrpo.config.ranges import numbers_in_range
+from fastgrpo.config.reward_rules import (
+    length_reward_fits,
+    patterns_compile,
+    reward_functions_are_complete,
+    reward_is_given,
+    reward_options_are_read,
+)
 from fastgrpo.config.schema import RunConfig
 from fastgrpo.config.task_rules import (
     arithmetic_can_be_made,
@@ -40,9 +47,6 @@ from fastgrpo.config.task_rules import (
     greedy_validation_draws_once,
     loggers_are_known,
     names_are_usable,
-    patterns_compile,
-    reward_functions_are_complete,
-    reward_is_given,
     sleep_level_is_1_or_2,
 )
 from fastgrpo.config.wording import at, either
@@ -144,5 +148,7 @@ RULES: tuple[Rule, ...] = (
     arithmetic_can_be_made,
     greedy_validation_draws_once,
     reward_functions_are_complete,
+    reward_options_are_read,
+    length_reward_fits,
     patterns_compile,
 )

@@ -2,7 +2,7 @@
 
 One tree of dataclasses, `RunConfig`, is composed (hydra, in train.py) or written in Python, checked once by
 `check(config, world_size)`, and never changed afterwards. Numbers that follow from others are not options: `Layout`
-computes them.
+computes them. The section `reward` is in reward_schema.py.
 
 Leaf names are verl's wherever the meaning is the same. Units are in the comments: prompts, sequences (= prompts x
 rollout.n), tokens, updates, steps. A step is one rollout and all the updates made from it.
@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from fastgrpo.config.reward_schema import RewardConfig
 
 Device = StrEnum("Device", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
 Dtype = StrEnum("Dtype", {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"})
@@ -46,8 +48,6 @@ AdvEstimator = StrEnum("AdvEstimator", {"grpo": "grpo"})
 Schedule = StrEnum("Schedule", {"constant": "constant", "cosine": "cosine"})
 Attention = StrEnum("Attention", {"auto": "auto", "flash": "flash", "varlen": "varlen", "sdpa": "sdpa"})
 HeadImpl = StrEnum("HeadImpl", {"auto": "auto", "reference": "reference"})
-RewardKind = StrEnum("RewardKind", {"gsm8k": "gsm8k", "rules": "rules", "custom": "custom"})
-Gsm8kMode = StrEnum("Gsm8kMode", {"strict": "strict", "flexible": "flexible"})
 Truncation = StrEnum("Truncation", {"error": "error", "left": "left", "right": "right"})
 RolloutIs = StrEnum("RolloutIs", {"token": "token", "none": "none"})
 
@@ -96,31 +96,6 @@ class DataConfig:
     train_max_samples: int = -1  # prompts; -1 = all
     val_max_samples: int = -1
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
-
-
-@dataclass(kw_only=True, slots=True)
-class RegexRule:
-    pattern: str = ""  # for re.search on the response, special tokens and trailing space removed
-    score: float = 0.0  # added when it matches
-    flags: str = ""  # letters of re's inline flags: a i m s x
-
-
-@dataclass(kw_only=True, slots=True)
-class RewardFunctionConfig:
-    kind: RewardKind = RewardKind["custom"]
-    weight: float = 1.0  # the sample's reward is the weighted sum of its functions' scores
-    mode: Gsm8kMode = Gsm8kMode["strict"]  # gsm8k: after the last `####`, or the last number anywhere
-    format_score: float = 0.0  # gsm8k: for a wrong answer in the right form
-    rules: list[RegexRule] = field(default_factory=list)  # rules: scores of all matching rules are summed
-    path: str | None = None  # custom: a Python file
-    name: str = "compute_score"  # custom: the function in it
-
-
-@dataclass(kw_only=True, slots=True)
-class RewardConfig:
-    functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)  # label (in the metrics) -> function
-    num_workers: int = 4  # processes a rank
-    timeout_s: float = 30.0  # seconds a sample; then its process is killed and the sample is unscored
 
 
 @dataclass(kw_only=True, slots=True)

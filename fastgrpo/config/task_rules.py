@@ -1,11 +1,10 @@
-"""Rules of names, data and rewards. One function a rule."""
+"""Rules of names and data. One function a rule."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import reduce
-from operator import attrgetter, or_
+from operator import attrgetter
 
 from fastgrpo.config.layout import Layout
 from fastgrpo.config.schema import RunConfig
@@ -87,42 +86,3 @@ def greedy_validation_draws_once(c: RunConfig, layout: Layout) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} greedy answers would all be equal; set rollout.val_kwargs.n=1 or "
             "rollout.val_kwargs.temperature above 0"
         )
-
-
-def reward_is_given(c: RunConfig, layout: Layout) -> Iterator[str]:
-    if not c.reward.functions:
-        yield "reward.functions is empty; set reward.functions.NAME.kind to gsm8k, rules or custom"
-
-
-def reward_functions_are_complete(c: RunConfig, layout: Layout) -> Iterator[str]:
-    for label, function in c.reward.functions.items():
-        key = f"reward.functions.{label}"
-        if not re.fullmatch(r"[\w-]+", label):
-            yield f"{key}: the label becomes a metric's name; use letters, digits, _ and -"
-        if function.kind == "custom" and not (function.path or "").endswith(".py"):
-            yield f"{key}.path={function.path} must be a Python file; set {key}.path=FILE.py, or another {key}.kind"
-        if function.kind != "custom" and function.path is not None:
-            yield f"{key}.path={function.path} is not read with {key}.kind={function.kind}; set {key}.kind=custom"
-        if function.kind == "rules" and not function.rules:
-            yield f"{key}.rules is empty; give a list of {{pattern: ..., score: ...}}"
-        if function.kind != "rules" and function.rules:
-            yield f"{key}.rules is not read with {key}.kind={function.kind}; set {key}.kind=rules"
-        if function.kind == "gsm8k" and c.data.reference_key is None:
-            yield f"{key}.kind=gsm8k needs the right answers; set data.reference_key to their column"
-    if c.reward.functions and all(function.weight == 0 for function in c.reward.functions.values()):
-        yield "reward.functions: every weight is 0, so every reward is 0; set one reward.functions.NAME.weight"
-
-
-def patterns_compile(c: RunConfig, layout: Layout) -> Iterator[str]:
-    for label, function in c.reward.functions.items():
-        for i, rule in enumerate(function.rules):
-            key = f"reward.functions.{label}.rules[{i}]"
-            if not rule.pattern:
-                yield f"{key}.pattern is empty and would match every answer"
-            if not set(rule.flags) <= set("aimsx"):
-                yield f"{key}.flags={rule.flags!r} must be letters out of a i m s x"
-                continue
-            try:
-                re.compile(rule.pattern, reduce(or_, (re.RegexFlag[flag.upper()] for flag in rule.flags), 0))
-            except re.error as error:
-                yield f"{key}.pattern={rule.pattern!r} is no regular expression: {error}"

@@ -3,10 +3,11 @@
     runner = build_rewards(config.reward, function)      # checks everything that can be checked without running it
     scores = runner.score(requests)                      # list[RewardRequest] -> list[Score], in order
 
-    function.py  what a reward function is            gsm8k.py, rules.py, custom.py   one kind each
-    runner.py    scheduling, timeouts, totals         process.py, worker.py           the two ends of a worker process
+    function.py  what a reward function is            gsm8k.py, ... custom.py      one kind each
+    runner.py    scheduling, timeouts, totals         process.py, worker.py        the two ends of a worker process
 
-Another kind is one file with `build(label, config) -> RewardFunction` and a line in KINDS.
+Another kind is one file with `build(label, config, setting) -> RewardFunction`, a line in KINDS, and its name and
+options in config/reward_schema.py.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastgrpo.errors import ConfigError
-from fastgrpo.reward import custom, gsm8k, rules
-from fastgrpo.reward.function import RewardFunction
+from fastgrpo.reward import choice, custom, exact, gsm8k, length, math_answers, rules, tags
+from fastgrpo.reward.function import RewardFunction, Setting
 from fastgrpo.reward.runner import RewardRunner
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
@@ -25,19 +26,27 @@ if TYPE_CHECKING:  # a worker starts faster without the schema
 
 __all__ = ["KINDS", "RewardFunction", "RewardRunner", "build_rewards"]
 
-KINDS: dict[str, Callable[[str, RewardFunctionConfig], RewardFunction]] = {
+KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction]] = {
     "gsm8k": gsm8k.build,
+    "math": math_answers.build,
+    "choice": choice.build,
+    "exact": exact.build,
+    "format": tags.build,
+    "length": length.build,
     "rules": rules.build,
     "custom": custom.build,
 }
 
 
-def build_rewards(config: RewardConfig, function: Callable[..., object] | None = None) -> RewardRunner:
+def build_rewards(
+    config: RewardConfig, function: Callable[..., object] | None = None, *, max_response_length: int = 1024
+) -> RewardRunner:
     """The configured functions, and `function` (a Python callable, weight 1) when one is given. Starts no process.
 
     Raises ConfigError or UserError for everything that is wrong with them and can be seen without running them.
     """
-    functions = [KINDS[str(c.kind)](label, c) for label, c in config.functions.items()]
+    setting = Setting(config.timeout_s, max_response_length)
+    functions = [KINDS[str(c.kind)](label, c, setting) for label, c in config.functions.items()]
     if function is not None:
         functions.append(custom.build_callable(function))
     _check_some(functions)

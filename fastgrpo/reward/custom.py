@@ -18,13 +18,14 @@ from types import FunctionType
 from typing import TYPE_CHECKING
 
 from fastgrpo.errors import ConfigError, UserError
-from fastgrpo.reward.function import RewardFunction, accepted_arguments, check_required
+from fastgrpo.reward.function import RewardFunction, Setting
+from fastgrpo.reward.signature import check_required, read_signature
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RewardFunctionConfig
 
 
-def build(label: str, config: RewardFunctionConfig) -> RewardFunction:
+def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardFunction:
     if config.path is None:
         raise ConfigError(
             f"reward.functions.{label} is of kind custom and has no path. Set reward.functions.{label}.path to a "
@@ -49,7 +50,7 @@ def build_callable(function: Callable[..., object]) -> RewardFunction:
     file = code.co_filename if code else ""
     source = f"{name} in {file}:{code.co_firstlineno}" if code else f"{name}, a Python object"
     reward = RewardFunction(name if name.isidentifier() else "reward", source, 1.0, partial(_given, function, file))
-    accepted_arguments(function, str(reward))
+    read_signature(function, str(reward))
     return reward
 
 
@@ -94,13 +95,15 @@ def _check_file(function: RewardFunction, path: Path, name: str) -> None:
         if not {name, "*"} & _bound_names(tree):
             known = ", ".join(functions) or "no function"
             raise ConfigError(f"{option}.name: {path} defines no {name}. It defines {known}. Set {option}.name.")
-    elif isinstance(node, ast.AsyncFunctionDef):
-        raise ConfigError(f"{option}: {name} in {path} is async; write it as a plain `def`.")
     elif not node.decorator_list:  # a decorator may change the parameters: the worker looks at the result
         try:
-            check_required(_required_parameters(node.args), str(function))
+            check_required(_required_parameters(node.args), _parameters(node.args), str(function))
         except UserError as error:
             raise ConfigError(str(error)) from None
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    return [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
 def _required_parameters(arguments: ast.arguments) -> list[str]:

@@ -2,9 +2,10 @@
 
     def compute_score(prompt, response, reference, meta, step) -> float
 
-is the whole form. It is called with keyword arguments and may take only those it needs. It returns a number, None (this
-sample cannot be scored), or a dict {"score": number or None, ...} whose other finite numbers become metrics. Everything
-else is a mistake that ends the run with a message, because a guess would train on it.
+is the plainest form (signature.py holds the others). It is called with keyword arguments and may take only those it
+needs. It returns a number, None (this sample cannot be scored), or a dict {"score": number or None, ...} whose other
+finite numbers become metrics; one for batches returns a list of those. Everything else is a mistake that ends the run
+with a message, because a guess would train on it.
 
 A new kind of reward is one file with `build(label, config) -> RewardFunction` and a line in `fastgrpo.reward.KINDS`.
 Neither processes nor timeouts are handled here (see runner.py, worker.py).
@@ -12,25 +13,18 @@ Neither processes nor timeouts are handled here (see runner.py, worker.py).
 
 from __future__ import annotations
 
-import inspect
 import math
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest
 
-ARGUMENTS = ("prompt", "response", "reference", "meta", "step")
-_VERL_NAMES = {
-    "solution_str": "response",
-    "ground_truth": "reference",
-    "extra_info": "meta",
-    "data_source": 'meta["data_source"]',
-}
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +41,14 @@ class RewardFunction:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """What a kind's `build` knows besides its own options."""
+
+    timeout_s: float  # reward.timeout_s
+    max_response_length: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What one function made of one sample."""
 
@@ -58,42 +60,24 @@ class Outcome:
     trace: str = ""  # last lines of the traceback
 
 
+class LocalReward(Protocol):
+    """A reward that is computed in the trainer's own process: one that needs its GPU, or only looks something up."""
+
+    label: str
+    source: str
+    weight: float
+
+    def load(self, device: torch.device | None) -> None:
+        """Before the engine is built, on every rank that scores. None: on the host."""
+        ...
+
+    def outcomes(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        """One a request, in order, while the engine sleeps."""
+        ...
+
+
 class BadReturn(Exception):
     """The function returned what no reward can be; the text describes the value."""
-
-
-def accepted_arguments(function: Callable[..., object], name: str) -> tuple[str, ...]:
-    """Those of ARGUMENTS that `function` takes. UserError when it requires others."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some builtins do not tell theirs
-        raise UserError(f"{name} does not tell its parameters. Wrap it in a function of your own.") from None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        optional = ARGUMENTS
-    else:
-        optional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    positional_only = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
-    if positional_only:
-        raise UserError(
-            f"{name} takes {', '.join(positional_only)} by position only; drop the `/` from its parameters."
-        )
-    check_required(required, name)
-    return tuple(a for a in ARGUMENTS if a in optional)
-
-
-def check_required(required: Collection[str], name: str) -> None:
-    """UserError when a function requires parameters that no reward is given."""
-    unknown = [p for p in required if p not in ARGUMENTS]
-    if not unknown:
-        return
-    hints = [f"{p} is {_VERL_NAMES[p]}" for p in unknown if p in _VERL_NAMES]
-    raise UserError(
-        f"{name} requires the parameter{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}, which no reward is "
-        f"given. It is called with {', '.join(ARGUMENTS)} (name those it needs, give others a default)."
-        + (f" verl's names here: {'; '.join(hints)}." if hints else "")
-    )
 
 
 def arguments_of(request: RewardRequest) -> dict[str, Any]:
@@ -103,6 +87,9 @@ def arguments_of(request: RewardRequest) -> dict[str, Any]:
         "reference": request.reference,
         "meta": dict(request.meta),  # a plain dict: read-only mappings cannot be pickled
         "step": request.step,
+        "uid": request.uid,
+        "sample": request.sample,
+        "num_tokens": request.num_tokens,
     }
 
 
@@ -121,6 +108,16 @@ def read_return(value: object) -> tuple[float | None, dict[str, float]]:
     if score is None:
         raise BadReturn(_describe(value))
     return score, details
+
+
+def read_batch(value: object, size: int) -> list[tuple[float | None, dict[str, float]]]:
+    """read_return of each of the `size` values that a function for batches returned. BadReturn when there are not so
+    many."""
+    if isinstance(value, str | Mapping) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+        raise BadReturn(f"{_describe(value)} for {size} samples; a function that takes lists returns a list")
+    if len(value) != size:  # type: ignore[arg-type]
+        raise BadReturn(f"{len(value)} values for {size} samples")  # type: ignore[arg-type]
+    return [read_return(value[i]) for i in range(size)]  # type: ignore[index]
 
 
 def _finite(value: object) -> float | None:

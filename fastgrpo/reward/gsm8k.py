@@ -22,7 +22,7 @@ from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastgrpo.reward.function import RewardFunction
+from fastgrpo.reward.function import RewardFunction, Setting
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RewardFunctionConfig
@@ -36,7 +36,7 @@ _NUMBER = re.compile(
 _LEAD = re.compile(r"[^\w\n.+\-\u2212]*")
 
 
-def build(label: str, config: RewardFunctionConfig) -> RewardFunction:
+def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardFunction:
     mode = str(config.mode)
     return RewardFunction(label, f"gsm8k, {mode}", config.weight, partial(load, mode == "strict", config.format_score))
 

@@ -84,7 +84,7 @@ def _close(control: socket.socket, process: subprocess.Popen[bytes], owner: int)
 
 
 class WorkerProcess:
-    """`jobs` are those it was given and has not answered, the first being the one it is at since `since`."""
+    """`jobs` are those it was given and has not answered; `since` then it is at the first, or at all of a group."""
 
     def __init__(self, nursery: Nursery, payloads: Sequence[tuple[str, bytes]]) -> None:
         self._nursery = nursery
@@ -92,10 +92,12 @@ class WorkerProcess:
         with theirs:
             self._id = nursery.fork(theirs)
         self.socket.settimeout(_SEND_LIMIT_S)
+        self.started = time.monotonic()
         self.ready = False  # whether it has loaded the functions
         self.overdue = False  # whether it is slower than the runner's patience
         self.jobs: deque[Job] = deque()
-        self.since = time.monotonic()
+        self.grouped = False  # whether its jobs are one call: they are answered, or late, together
+        self.since = self.started
         self._unread = b""
         self._send((os.getcwd(), sys.path))
         self._send(list(payloads))
@@ -104,10 +106,13 @@ class WorkerProcess:
     def idle(self) -> bool:
         return self.ready and not self.jobs
 
-    def give(self, function: int, samples: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    def give(
+        self, function: int, samples: Sequence[tuple[int, dict[str, Any]]], *, grouped: bool, limit_s: float
+    ) -> None:
         self.jobs.extend((function, sample) for sample, _ in samples)
+        self.grouped = grouped
         self.since = time.monotonic()
-        self._send((function, list(samples)))
+        self._send((function, limit_s, list(samples)))
 
     def read(self) -> list[Any] | None:
         """What it has answered, if the socket is readable; None: it has died."""
@@ -118,7 +123,8 @@ class WorkerProcess:
         if not received:
             return None
         *lines, self._unread = (self._unread + received).split(b"\n")
-        self.since, self.overdue = time.monotonic(), False
+        if not self.grouped:
+            self.since, self.overdue = time.monotonic(), False
         return [json.loads(line) for line in lines]
 
     def hang_up(self) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastgrpo.errors import ConfigError
-from fastgrpo.reward.function import RewardFunction
+from fastgrpo.reward.function import RewardFunction, Setting
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RegexRule, RewardFunctionConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a worker starts faster without the schema
 _FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
-def build(label: str, config: RewardFunctionConfig) -> RewardFunction:
+def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardFunction:
     if not config.rules:
         raise ConfigError(
             f"reward.functions.{label} is of kind rules and has none. "

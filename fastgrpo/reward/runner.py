@@ -31,12 +31,17 @@ from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward.function import Outcome, RewardFunction, arguments_of
 from fastgrpo.reward.process import Job, Nursery, WorkerProcess
+from fastgrpo.reward.signature import Form
 from fastgrpo.reward.total import refuse_if_all_raise, total
 
 _MESSAGE_S = 0.02  # work that one message should hold
 _MESSAGE_JOBS = 64  # and the most jobs in it
 _SPARE_WORKERS = 16  # most that stand in for overdue ones
 _LOAD_LIMIT_S = 300.0  # for importing the user's module
+_CONCURRENT_JOBS = 32  # calls of an async function that one worker has running
+_LOOP_GRACE_S = 0.5  # for an event loop to end its late calls itself
+_PATIENCE_S = 0.1  # a call is overdue after 10 times its function's mean, and not before
+_FIRST_PATIENCE_S = 0.25  # when nothing has been answered yet
 
 
 @dataclass(slots=True)
@@ -67,6 +72,8 @@ class RewardRunner:
         self._payloads = [(str(function), _pickled(function)) for function in functions]
         self._speeds = [_Speed() for _ in functions]
         self._first = True  # no batch has been scored yet
+        self._forms: list[Form] = []  # how each function is called; known when a worker has loaded them
+        self._load_s = 0.0  # that a worker took to load the functions
         self._nursery: Nursery | None = None
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -122,18 +129,23 @@ class RewardRunner:
             self._check_limits(worker, batch)
 
     def _on_answer(self, worker: WorkerProcess, answer: Any, batch: _Batch) -> None:
-        if answer == "ready":
-            worker.ready = True
-        elif isinstance(answer, dict):
-            raise UserError(answer["broken"])
-        else:
-            sample, seconds, kind, *rest = answer
-            job = worker.jobs.popleft()
-            assert job[1] == sample
-            speed = self._speeds[job[0]]
-            speed.calls, speed.seconds = speed.calls + 1, speed.seconds + seconds
-            # It may be answered already: jobs of an overdue worker are given to others, and the first answer counts.
-            batch.outcomes.setdefault(job, self._outcome(job[0], kind, rest))
+        if isinstance(answer, dict):
+            if "broken" in answer:
+                raise UserError(answer["broken"])
+            worker.ready, self._forms = True, answer["ready"]
+            self._load_s = time.monotonic() - worker.started
+            return
+        sample, seconds, kind, *rest = answer
+        job = (worker.jobs[0][0], sample)
+        worker.jobs.remove(job)
+        if kind == "timeout":
+            batch.outcomes.setdefault(job, self._late())
+            self._refuse_if_never_back(job[0], batch)
+            return
+        speed = self._speeds[job[0]]
+        speed.calls, speed.seconds = speed.calls + 1, speed.seconds + seconds
+        # It may be answered already: jobs of an overdue worker are given to others, and the first answer counts.
+        batch.outcomes.setdefault(job, self._outcome(job[0], kind, rest))
 
     def _outcome(self, function: int, kind: str, rest: list[Any]) -> Outcome:
         if kind == "scored":
@@ -144,8 +156,12 @@ class RewardRunner:
             return Outcome("error", error=text, where=where, trace=trace)
         raise UserError(
             f"{self.functions[function]} returned {rest[0]}. Expected is one finite number for the one sample it is "
-            'called with, None (the sample cannot be scored), or a dict {"score": number, ...}.'
+            'called with, None (the sample cannot be scored), or a dict {"score": number, ...}; from a function that '
+            "takes lists, a list of those, one a sample."
         )
+
+    def _late(self) -> Outcome:
+        return Outcome("timeout", error=f"no answer within {self._timeout_s:g} s")
 
     def _on_death(self, worker: WorkerProcess, batch: _Batch) -> None:
         """The sample it was at is an error; those that it had not begun go back."""
@@ -154,9 +170,9 @@ class RewardRunner:
             names = ", ".join(str(function) for function in self.functions)
             raise UserError(f"a worker process ended with {how} while it loaded {names}; see its output above.")
         if worker.jobs:
-            job = worker.jobs.popleft()
-            batch.outcomes.setdefault(job, Outcome("error", error=f"its process ended with {how}"))
-            batch.queue.extendleft(reversed(worker.jobs))
+            self._close(worker, Outcome("error", error=f"its process ended with {how}"), batch)
+            if not worker.overdue:
+                batch.queue.extendleft(reversed(worker.jobs))
 
     def _check_limits(self, worker: WorkerProcess, batch: _Batch) -> None:
         elapsed = time.monotonic() - worker.since
@@ -166,21 +182,33 @@ class RewardRunner:
                 raise UserError(
                     f"loading {names} took more than {_LOAD_LIMIT_S:g} s. Make the import of its file faster."
                 )
-        elif worker.jobs and elapsed > self._timeout_s:
+        elif worker.jobs and elapsed > self._limit(worker):
             self._remove(worker).end()
-            job = worker.jobs.popleft()
-            batch.outcomes.setdefault(job, Outcome("timeout", error=f"no answer within {self._timeout_s:g} s"))
+            function = worker.jobs[0][0]
+            self._close(worker, self._late(), batch)
             if not worker.overdue:
                 batch.queue.extendleft(reversed(worker.jobs))
-            self._refuse_if_never_back(job[0], batch)
-        elif worker.jobs and not worker.overdue and elapsed > self._patience(worker.jobs[0][0]):
+            self._refuse_if_never_back(function, batch)
+        elif worker.jobs and not worker.overdue and elapsed > self._patience(worker):
             worker.overdue = True
             batch.queue.extendleft(list(worker.jobs)[:0:-1])
 
-    def _patience(self, function: int) -> float:
-        """Seconds after which a call is out of the ordinary; infinite as long as nothing is known."""
-        speed = self._speeds[function]
-        return max(self._timeout_s / 10, 10 * speed.mean) if speed.calls else float("inf")
+    def _close(self, worker: WorkerProcess, outcome: Outcome, batch: _Batch) -> None:
+        """What a worker that has ended was at gets `outcome`: its first job, or all jobs of a group."""
+        for _ in range(len(worker.jobs) if worker.grouped else 1):
+            batch.outcomes.setdefault(worker.jobs.popleft(), outcome)
+
+    def _limit(self, worker: WorkerProcess) -> float:
+        """Seconds for what a worker is at. One event loop ends its calls by itself, unless something blocks it."""
+        return self._timeout_s + _LOOP_GRACE_S * (self._forms[worker.jobs[0][0]] == "concurrent")
+
+    def _patience(self, worker: WorkerProcess) -> float:
+        """Seconds after which a call is out of the ordinary. A group is one call: nobody can stand in for it."""
+        if worker.grouped:
+            return float("inf")
+        speed = self._speeds[worker.jobs[0][0]]
+        usual = 10 * speed.mean if speed.calls else _FIRST_PATIENCE_S
+        return max(usual, min(self._timeout_s / 10, max(_PATIENCE_S, self._load_s)))
 
     def _next_limit(self) -> float:
         """Seconds until some worker reaches a limit."""
@@ -189,8 +217,8 @@ class RewardRunner:
             if not worker.ready:
                 limits.append(worker.since + _LOAD_LIMIT_S)
             elif worker.jobs:
-                patience = float("inf") if worker.overdue else self._patience(worker.jobs[0][0])
-                limits.append(worker.since + min(self._timeout_s, patience))
+                patience = float("inf") if worker.overdue else self._patience(worker)
+                limits.append(worker.since + min(self._limit(worker), patience))
         return max(0.0, min(limits) - time.monotonic()) + 1e-3  # rather just after the limit than just before
 
     # the workers
@@ -216,13 +244,21 @@ class RewardRunner:
             if worker.idle:
                 function = batch.queue[0][0]
                 samples = self._take(function, batch)
-                worker.give(function, [(i, arguments_of(batch.requests[i])) for i in samples])
+                jobs = [(i, arguments_of(batch.requests[i])) for i in samples]
+                worker.give(function, jobs, grouped=self._forms[function] != "single", limit_s=self._timeout_s)
 
     def _take(self, function: int, batch: _Batch) -> list[int]:
-        """The next samples for one message: as many as _MESSAGE_S holds, and no more than an even share."""
-        speed = self._speeds[function]
-        held = int(_MESSAGE_S / max(speed.mean, 1e-9)) if speed.calls else 1
-        most = max(1, min(held, _MESSAGE_JOBS, len(batch.queue) // self._num_workers))
+        """The next samples for one message: as many as _MESSAGE_S holds, and no more than an even share; all of them
+        for a function that takes batches."""
+        form, speed = self._forms[function], self._speeds[function]
+        if form == "batch":
+            most = len(batch.queue)
+        elif form == "concurrent":
+            left = sum(job[0] == function for job in batch.queue)
+            most = min(_CONCURRENT_JOBS, -(-left // self._num_workers))
+        else:
+            held = int(_MESSAGE_S / max(speed.mean, 1e-9)) if speed.calls else 1
+            most = max(1, min(held, _MESSAGE_JOBS, len(batch.queue) // self._num_workers))
         samples: list[int] = []
         while batch.queue and batch.queue[0][0] == function and len(samples) < most:
             job = batch.queue.popleft()

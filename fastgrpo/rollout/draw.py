@@ -58,7 +58,10 @@ def score_own(
     requests = []
     for rollout, response in zip(rollouts, responses, strict=True):
         prompt = by_uid[rollout.uid]
-        requests.append(RewardRequest(prompt.text, response, prompt.reference, prompt.meta, step))
+        size = len(rollout.response_ids)
+        requests.append(
+            RewardRequest(prompt.text, response, prompt.reference, prompt.meta, step, prompt.uid, rollout.sample, size)
+        )
     return [Sample(*parts) for parts in zip(rollouts, responses, rewards.score(requests), strict=True)]
 
 

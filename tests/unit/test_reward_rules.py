@@ -8,6 +8,7 @@ import pytest
 from fastgrpo.config import RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
 from fastgrpo.errors import ConfigError, UserError
 from fastgrpo.reward import build_rewards, rules
+from fastgrpo.reward.function import Setting
 
 ZH = [
     RegexRule(pattern="谢谢您的提问！$", score=1.0),
@@ -17,7 +18,7 @@ ZH = [
 
 
 def score(rule_list: list[RegexRule], response: str) -> dict[str, float]:
-    function = rules.build("r", RewardFunctionConfig(kind=RewardKind["rules"], rules=rule_list)).load()
+    function = rules.build("r", RewardFunctionConfig(kind=RewardKind["rules"], rules=rule_list), Setting(1.0, 8)).load()
     return function(response=response)  # type: ignore[return-value]
 
 
@@ -94,12 +95,11 @@ def test_refused_at_start(reward: RewardConfig, message: str) -> None:
         ("def score(response): ...\ndef other(): ...", "defines no compute_score. It defines score, other."),
         ("x = 1", "defines no compute_score. It defines no function."),
         ("def compute_score(:", "is not valid Python"),
-        ("async def compute_score(response): ...", "is async"),
         (
-            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...",
-            "requires the parameters data_source, solution_str, ground_truth, which no reward is given. It is called "
-            "with prompt, response, reference, meta, step (name those it needs, give others a default). verl's names "
-            'here: data_source is meta["data_source"]; solution_str is response; ground_truth is reference.',
+            "def compute_score(solution_str, gold, level): ...",
+            "requires the parameters gold, level, which no reward is given. It is called with prompt, response, "
+            "reference, meta, step, uid, sample, num_tokens (name those it needs, give others a default); a column of "
+            'the data is meta["gold"]. Write it as `def compute_score(prompt, response, reference, meta, step)',
         ),
         ("def compute_score(response, *, strictness): ...", "requires the parameter strictness"),
     ],
@@ -121,6 +121,9 @@ def test_file_is_refused_without_running_it(tmp_path: Path, source: str, message
         "from os.path import *",
         "try:\n    import x\nexcept ImportError:\n    def compute_score(step): ...",
         "@wrapped\ndef compute_score(anything): ...",
+        "async def compute_score(response): ...",
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...",
+        "def compute_score(prompts, completions, answer, **kwargs): ...",
     ],
 )
 def test_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
@@ -130,7 +133,7 @@ def test_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sourc
 
 
 def test_callable_is_refused() -> None:
-    with pytest.raises(UserError, match=r"reward 'wrong' .*requires the parameter completions"):
+    with pytest.raises(UserError, match=r"reward 'wrong' .*requires the parameter length"):
         build_rewards(RewardConfig(), wrong)
     with pytest.raises(UserError, match="3, which cannot be called"):
         build_rewards(RewardConfig(), 3)  # type: ignore[arg-type]
@@ -141,8 +144,8 @@ def test_callable_is_refused() -> None:
         build_rewards(RewardConfig(), lambda response: lock)
 
 
-def wrong(completions: list[str]) -> float:
-    return float(len(completions))
+def wrong(length: int) -> float:
+    return float(length)
 
 
 def good(response: str) -> float:

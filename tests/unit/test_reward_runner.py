@@ -143,18 +143,20 @@ def test_from_a_thread_and_from_a_loop() -> None:
             check_scripted(responses, scores)
 
 
-def test_one_percent_hanging_costs_one_timeout() -> None:
+@pytest.mark.parametrize("timeout_s", [0.5, pytest.param(4.0, marks=pytest.mark.slow)])
+def test_one_percent_hanging_costs_one_timeout(timeout_s: float) -> None:
+    """Wherever the hanging ones are: strewn, before anything is known of the function's speed, in a row, at the end."""
     seconds = []
-    for seed in range(3):
-        hanging = set(np.random.default_rng(seed).choice(1000, size=10, replace=False).tolist())
+    strewn = np.random.default_rng(0).choice(1000, size=10, replace=False).tolist()
+    for hanging in (strewn, range(10), range(500, 510), range(990, 1000)):
         responses = ["sleep" if i in hanging else str(i) for i in range(1000)]
-        with running(scripted, num_workers=4, timeout_s=1.0) as runner:
+        with running(scripted, num_workers=4, timeout_s=timeout_s) as runner:
             runner.start()
             start = time.monotonic()
             scores = runner.score(requests(*responses))
             seconds.append(time.monotonic() - start)
             check_scripted(responses, scores)
-    assert sorted(seconds)[1] < 1.0 + MARGIN_S, seconds
+    assert max(seconds) < timeout_s + MARGIN_S, seconds
 
 
 def test_endless_regex_is_killed() -> None:
@@ -194,7 +196,7 @@ def test_arguments_and_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with running(score) as runner:
         assert runner.score(requests("r", step=4))[0].total == 14.5
     with running(lambda **given: len(given)) as runner:
-        assert runner.score(requests("r"))[0].parts == {"reward": 5.0}
+        assert runner.score(requests("r"))[0].parts == {"reward": 8.0}
 
 
 def test_prints_do_not_break_anything(capfd: pytest.CaptureFixture[str]) -> None:

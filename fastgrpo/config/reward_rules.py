@@ -1,0 +1,79 @@
+"""Rules of rewards. One function a rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import reduce
+from operator import or_
+
+from fastgrpo.config.layout import Layout
+from fastgrpo.config.reward_schema import NEEDS_REFERENCE, READ_BY, RewardFunctionConfig, RewardKind
+from fastgrpo.config.schema import RunConfig
+
+
+def reward_is_given(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if not c.reward.functions:
+        yield f"reward.functions is empty; set reward.functions.NAME.kind to one of {', '.join(RewardKind)}"
+
+
+def reward_functions_are_complete(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        key = f"reward.functions.{label}"
+        if not re.fullmatch(r"[\w-]+", label):
+            yield f"{key}: the label becomes a metric's name; use letters, digits, _ and -"
+        if function.kind == "custom" and not (function.path or "").endswith(".py"):
+            yield f"{key}.path={function.path} must be a Python file; set {key}.path=FILE.py, or another {key}.kind"
+        if function.kind == "rules" and not function.rules:
+            yield f"{key}.rules is empty; give a list of {{pattern: ..., score: ...}}"
+        if function.kind == "format" and not (function.tags and all(re.fullmatch(r"\w+", t) for t in function.tags)):
+            yield f"{key}.tags={function.tags} must be names such as [think, answer]"
+        if function.kind in NEEDS_REFERENCE and c.data.reference_key is None:
+            yield f"{key}.kind={function.kind} needs the right answers; set data.reference_key to their column"
+    if c.reward.functions and all(function.weight == 0 for function in c.reward.functions.values()):
+        yield "reward.functions: every weight is 0, so every reward is 0; set one reward.functions.NAME.weight"
+
+
+def reward_options_are_read(c: RunConfig, layout: Layout) -> Iterator[str]:
+    default = RewardFunctionConfig()
+    for label, function in c.reward.functions.items():
+        key = f"reward.functions.{label}"
+        for option in (field.name for field in fields(function) if field.name in READ_BY):
+            value, kinds = getattr(function, option), READ_BY[option]
+            if value != getattr(default, option) and function.kind not in kinds:
+                shown = "" if isinstance(value, list) else f"={value}"
+                yield (
+                    f"{key}.{option}{shown} is not read with {key}.kind={function.kind}; take it out, or "
+                    f"set {key}.kind={' or '.join(kinds)}"
+                )
+
+
+def length_reward_fits(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        if function.kind != "length":
+            continue
+        key = f"reward.functions.{label}"
+        longest = function.max_length or c.data.max_response_length
+        if function.max_length is not None and function.max_length < 1:
+            yield f"{key}.max_length={function.max_length} tokens; set 1 or more, or null for data.max_response_length"
+        elif not 0 <= function.overlong_buffer_len <= longest:
+            yield (
+                f"{key}.overlong_buffer_len={function.overlong_buffer_len} tokens must lie between 0 and the longest "
+                f"response, {longest}; DAPO's is a fifth of that: set {longest // 5}"
+            )
+
+
+def patterns_compile(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        for i, rule in enumerate(function.rules):
+            key = f"reward.functions.{label}.rules[{i}]"
+            if not rule.pattern:
+                yield f"{key}.pattern is empty and would match every answer"
+            if not set(rule.flags) <= set("aimsx"):
+                yield f"{key}.flags={rule.flags!r} must be letters out of a i m s x"
+                continue
+            try:
+                re.compile(rule.pattern, reduce(or_, (re.RegexFlag[flag.upper()] for flag in rule.flags), 0))
+            except re.error as error:
+                yield f"{key}.pattern={rule.pattern!r} is no regular expression: {error}"

@@ -1,0 +1,75 @@
+"""The options of rewards: `reward.functions.NAME` is one function, its kind decides which of the others it reads.
+
+READ_BY says which; the rule `reward_options_are_read` refuses an option that the kind does not read. docs/rewards.md
+shows each kind with an example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+RewardKind = StrEnum(
+    "RewardKind",
+    {
+        "gsm8k": "gsm8k",
+        "math": "math",
+        "choice": "choice",
+        "exact": "exact",
+        "format": "format",
+        "length": "length",
+        "rules": "rules",
+        "custom": "custom",
+    },
+)
+AnswerMode = StrEnum("AnswerMode", {"strict": "strict", "flexible": "flexible"})
+LengthShape = StrEnum("LengthShape", {"overlong": "overlong", "linear": "linear"})
+
+
+@dataclass(kw_only=True, slots=True)
+class RegexRule:
+    pattern: str = ""  # for re.search on the response, special tokens and trailing space removed
+    score: float = 0.0  # added when it matches
+    flags: str = ""  # letters of re's inline flags: a i m s x
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardFunctionConfig:
+    kind: RewardKind = RewardKind["custom"]
+    weight: float = 1.0  # the sample's reward is the weighted sum of its functions' scores
+    mode: AnswerMode = AnswerMode["strict"]  # where the answer stands: at its mark (####, \\boxed{}, ...), or anywhere
+    format_score: float = 0.0  # for a wrong answer in the right form
+    ignore_case: bool = True  # exact
+    tags: list[str] = field(default_factory=lambda: ["think", "answer"])  # format: one block each, in this order
+    tag_opened: bool = False  # format: the chat template has opened the first tag already
+    shape: LengthShape = LengthShape["overlong"]  # length: DAPO's soft overlong punishment, or -tokens / max_length
+    max_length: int | None = None  # length: tokens; default data.max_response_length
+    overlong_buffer_len: int = 0  # length: tokens before max_length over which the punishment grows
+    overlong_penalty_factor: float = 1.0  # length: the punishment at max_length
+    rules: list[RegexRule] = field(default_factory=list)  # rules: scores of all matching rules are summed
+    path: str | None = None  # custom: a Python file
+    name: str = "compute_score"  # custom: the function in it
+
+
+READ_BY: dict[str, tuple[str, ...]] = {
+    "mode": ("gsm8k", "math", "choice", "exact"),
+    "format_score": ("gsm8k", "math", "choice"),
+    "ignore_case": ("exact",),
+    "tags": ("format",),
+    "tag_opened": ("format",),
+    "shape": ("length",),
+    "max_length": ("length",),
+    "overlong_buffer_len": ("length",),
+    "overlong_penalty_factor": ("length",),
+    "rules": ("rules",),
+    "path": ("custom",),
+    "name": ("custom",),
+}
+NEEDS_REFERENCE = ("gsm8k", "math", "choice", "exact")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig:
+    functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)  # label (in the metrics) -> function
+    num_workers: int = 4  # processes a rank
+    timeout_s: float = 30.0  # seconds a call; then its process is killed and the sample is unscored
