@@ -21,11 +21,13 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fastgrpo import hub
 from fastgrpo.batch.mini_batches import Share
 from fastgrpo.batch.packing import attention_cost
-from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, total_steps
+from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, total_steps, uses_reference
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
+from fastgrpo.gpu import settle_memory
 from fastgrpo.launch import count_gpus, resolve_device
 from fastgrpo.mesh import Mesh, build_mesh
-from fastgrpo.policy.actor import Actor, uses_reference
+from fastgrpo.plan import Plan, Sizes, read_sizes
+from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo.records import Sampling
@@ -38,6 +40,8 @@ log = logging.getLogger("fastgrpo")
 
 @dataclass(frozen=True, slots=True)
 class Stages:
+    config: RunConfig  # with every open option of memory decided
+    plan: Plan | None  # of the memory; None on a CPU
     layout: Layout
     mesh: Mesh
     tokenizer: PreTrainedTokenizerBase
@@ -82,6 +86,8 @@ def build_stages(
     rewards.start()
 
     mesh = build_mesh(device_type, sp=layout.sp, tp=layout.tp, replicas=layout.replicas)
+    config, plan = settle_memory(config, _sizes(config, model_dir, ref_dir), layout, mesh)
+    layout = Layout.of(config, layout.world, layout.ranks_per_node)
     torch.manual_seed(seed)
     policy = _build_policy(config, model_dir, mesh, trainable=True)
     reference = _build_policy(config, ref_dir, mesh, trainable=False) if uses_reference(config.actor) else None
@@ -100,7 +106,15 @@ def build_stages(
         pad_id=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
     sampling = _sampling(config, mesh)
-    return Stages(layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, engine_bytes, share, sampling)
+    return Stages(
+        config, plan, layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, engine_bytes, share, sampling
+    )
+
+
+def _sizes(config: RunConfig, model_dir: Path, ref_dir: Path) -> Sizes:
+    trust = config.model.trust_remote_code
+    reference = read_sizes(ref_dir, trust_remote_code=trust) if uses_reference(config.actor) else None
+    return Sizes(read_sizes(model_dir, trust_remote_code=trust), reference)
 
 
 def _check_model(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:
@@ -132,6 +146,7 @@ def _allocated(device: torch.device) -> int:
 
 def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: bool) -> Policy:
     actor, device_type = config.actor, mesh.device.type
+    offload_policy = actor.fsdp.offload_policy if trainable else config.ref.offload_policy
     own_dtype = actor.dtype if trainable or config.ref.dtype == Dtype["auto"] else config.ref.dtype
     return build_policy(
         folder,
@@ -139,10 +154,10 @@ def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: boo
         dtype=getattr(torch, compute_dtype(own_dtype, device_type)),
         attention_backend=str(actor.attention),
         trainable=trainable,
-        gradient_checkpointing=actor.gradient_checkpointing,
-        activation_offload=actor.activation_offload,
-        reshard_after_forward=actor.fsdp.reshard_after_forward,
-        offload_policy=actor.fsdp.offload_policy if trainable else config.ref.offload_policy,
+        gradient_checkpointing=actor.gradient_checkpointing or 0,
+        activation_offload=bool(actor.activation_offload),
+        reshard_after_forward=bool(actor.fsdp.reshard_after_forward) or not trainable,
+        offload_policy=bool(offload_policy),
         use_liger=actor.use_liger,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -1,39 +1,23 @@
 """The command: torchrun -m fastgrpo.train +exp=NAME [key=value ...]
 
-Arguments -> RunConfig -> Trainer.run(), and nothing else. hydra composes (its compose API makes no folders and no log),
-and every mistake gets our message: once, without a traceback, exit status 2. torch is imported only when the
-configuration is right and the processes are running.
+Arguments -> RunConfig (compose.py) -> Trainer.run(), and nothing else. Every mistake gets our message: once, without a
+traceback, exit status 2. torch is imported only when the configuration is right and the processes are running.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any
-
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from fastgrpo import console, launch
-from fastgrpo.config import RunConfig, build, check, option_keys, to_document
-from fastgrpo.config.names import unknown_key
-from fastgrpo.errors import ConfigError, UserError
-from fastgrpo.paths import check_run_dir, config_dir
+from fastgrpo.compose import list_experiments, read_config
+from fastgrpo.config import RunConfig, check
+from fastgrpo.errors import UserError
+from fastgrpo.paths import check_run_dir
 
 MISUSE = 2  # exit status after a mistake of the user
 INTERRUPTED = 130
-# What hydra, YAML and the files themselves raise over a document of the user's.
-MALFORMED = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError)
 
 USAGE = """usage: torchrun -m fastgrpo.train +exp=NAME [key=value ...]
 
@@ -72,103 +56,10 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_config(argv: Sequence[str]) -> RunConfig:
-    """Compose base.yaml, the experiment and the overrides, and read them into the schema. Raises ConfigError."""
-    overrides = [_parse(argument) for argument in argv]
-    names = [override.value() for override in overrides if override.key_or_group == "exp"]
-    if not names:
-        raise ConfigError(f"no experiment given: add +exp=NAME\n{list_experiments()}")
-    try:
-        document = _compose(_experiment(str(names[-1])), [o for o in overrides if o.key_or_group != "exp"])
-    except MALFORMED as error:
-        raise ConfigError(f"the configuration cannot be composed: {_in_one_line(error)}") from error
-    return build(document)
-
-
 def rewards_line(config: RunConfig) -> str:
     """Every active reward function: one that an experiment brought along must not score unnoticed."""
     shown = [f"{label} ({function.kind}) x {function.weight:g}" for label, function in config.reward.functions.items()]
     return f"reward            {' + '.join(shown)}"
-
-
-def list_experiments() -> str:
-    """A line an experiment, from the first line of comment in its file: model, GPUs, memory."""
-    files = sorted((config_dir() / "exp").glob("*.yaml"))
-    width = max((len(file.stem) for file in files), default=0)
-    return "\n".join(["experiments:", *(f"  {file.stem:<{width}}  {_headline(file)}" for file in files)])
-
-
-def _headline(file: Path) -> str:
-    comments = re.findall(r"^# (?!@)(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return comments[0] if comments else ""
-
-
-def _parse(argument: str) -> Override:
-    if argument.startswith("-"):
-        key, _, value = argument.lstrip("-").partition("=")
-        known = option_keys()
-        answer = f"write {key}={value or '...'}" if key in known else unknown_key(key, known)
-        raise ConfigError(f"{argument}: options are written key=value, without dashes; {answer}")
-    if "=" not in argument and not argument.startswith("~"):
-        raise ConfigError(f"{argument!r} is no option: write key=value")
-    try:
-        override = OverridesParser.create().parse_override(argument)
-    except HydraException as error:
-        raise ConfigError(
-            f"{argument!r} cannot be read ({_in_one_line(error)}); put special characters in quotes: key='\"a (b)\"'"
-        ) from error
-    key = override.key_or_group
-    if override.package is not None or not re.fullmatch(r"(?!hydra\b)[\w-]+(\.[\w-]+)*", key):
-        raise ConfigError(
-            f"{argument!r} is no option: keys are those of the schema, without hydra's own options and groups"
-        )
-    if override.is_sweep_override():
-        raise ConfigError(f"{argument!r} gives several values; write one, or a list in brackets: [a,b]")
-    return override
-
-
-def _experiment(name: str) -> str:
-    """`name` of a shipped experiment, or the name under which the user's own file is made known to hydra."""
-    shipped = {file.stem for file in (config_dir() / "exp").glob("*.yaml")}
-    if name in shipped:
-        return name
-    file = Path(name).expanduser()
-    if not name.endswith((".yaml", ".yml")):
-        near = get_close_matches(name, shipped, n=1) or ([f"{name}.yaml"] if Path(f"{name}.yaml").is_file() else [])
-        hint = f"; did you mean +exp={near[0]}?" if near else ""
-        raise ConfigError(f"there is no experiment {name!r}{hint}\n{list_experiments()}")
-    if not file.is_file():
-        raise ConfigError(f"+exp={name}: there is no file {file.resolve()}")
-    document = OmegaConf.to_container(OmegaConf.load(file))
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"+exp={name}: the file is no mapping of keys; write what you change, such as rollout: {{n: 8}}"
-        )
-    base = document.pop("exp", None)
-    if base is not None and base not in shipped:
-        raise ConfigError(f"+exp={name}: there is no experiment {base}, which it builds on\n{list_experiments()}")
-    document["defaults"] = [*([base] if base else document.get("defaults", [])), "_self_"]
-    ConfigStore.instance().store(group="exp", name="own_file", node=document, package="_global_")
-    return "own_file"
-
-
-def _compose(experiment: str, overrides: Sequence[Override]) -> dict[str, Any]:
-    # Every key is forced in, with + or without, known or not: `build` knows the schema and answers for all mistakes.
-    forced = [o.input_line if o.is_delete() else f"++{str(o.input_line).lstrip('+')}" for o in overrides]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        composed = compose("base", [f"+exp={experiment}", *map(str, forced)])
-    if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise ConfigError("\n".join(f"{key} is left open (???); set {key}=..." for key in missing))
-    # Over the defaults, so that ${rollout.n} finds what no file sets.
-    document = OmegaConf.to_container(
-        OmegaConf.merge(OmegaConf.create(to_document(RunConfig())), composed), resolve=True
-    )
-    assert isinstance(document, dict)
-    return {str(key): value for key, value in document.items()}
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -22,12 +22,11 @@ from typing import Any
 from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_scoring_batches
 from fastgrpo.checkpoint import save_model
 from fastgrpo.clock import Clock
-from fastgrpo.config import RunConfig
+from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.data.order import step_prompts
 from fastgrpo.evaluate import Validation, answer_rows, validate
 from fastgrpo.gate import check_gap
 from fastgrpo.metrics import Sums
-from fastgrpo.policy.actor import uses_reference
 from fastgrpo.records import Prompt, Rollout, StepRecord
 from fastgrpo.report import Report
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
@@ -49,8 +48,8 @@ class Trainer:
     def __init__(
         self, config: RunConfig, *, prompts: Sequence[Any] | None = None, reward: Callable[..., object] | None = None
     ) -> None:
-        self.config = config
         self.stages = build_stages(config, prompts, reward)
+        self.config = self.stages.config
         self.steps_done = 0
         self._drift_said = False
         self._rows: list[dict[str, Any]] = []  # the last step's samples, for the files

@@ -40,6 +40,7 @@ from fastgrpo.config.schema import (
     Truncation,
     ValidationSampling,
     compute_dtype,
+    uses_reference,
 )
 
 __all__ = [
@@ -80,4 +81,5 @@ __all__ = [
     "option_keys",
     "to_document",
     "total_steps",
+    "uses_reference",
 ]

@@ -85,7 +85,9 @@ def longest_sequence_fits_the_engine(c: RunConfig, layout: Layout) -> Iterator[s
 
 
 def longest_sequence_fits_the_token_budget(c: RunConfig, layout: Layout) -> Iterator[str]:
-    if layout.sp > 0 and layout.max_sequence_tokens > layout.tokens_per_micro_batch:
+    if layout.max_tokens_per_gpu is None or layout.sp < 1:
+        return
+    if layout.max_sequence_tokens > layout.tokens_per_micro_batch:
         yield (
             f"{lengths(layout)} is more than one forward may hold: {layout.tokens_per_micro_batch} = "
             f"actor.max_tokens_per_gpu={layout.max_tokens_per_gpu} x actor.ulysses_sequence_parallel_size={layout.sp}; "
@@ -147,6 +149,14 @@ def one_kind_of_offload(c: RunConfig, layout: Layout) -> Iterator[str]:
         yield (
             "actor.fsdp.offload_policy=true keeps the trainer's state in host memory already; "
             "set actor.fsdp.offload_during_rollout=false"
+        )
+
+
+def offload_has_something_to_offload(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if c.actor.activation_offload and c.actor.gradient_checkpointing == 0:
+        yield (
+            "actor.activation_offload=true moves the inputs of recomputed blocks, and actor.gradient_checkpointing=0 "
+            "recomputes none; set actor.gradient_checkpointing=1 or actor.activation_offload=false"
         )
 
 

@@ -28,7 +28,7 @@ class Layout:
     max_prompt_length: int  # tokens
     max_response_length: int  # tokens
     max_model_len: int  # tokens of the engine's longest sequence
-    max_tokens_per_gpu: int
+    max_tokens_per_gpu: int | None  # None: not decided yet (fastgrpo/plan)
     max_sequences_per_micro_batch: int | None  # of one SP group
 
     @classmethod
@@ -105,6 +105,7 @@ class Layout:
     @property
     def tokens_per_micro_batch(self) -> int:
         """Bound on one row of packed tokens, which `sp` ranks share."""
+        assert self.max_tokens_per_gpu is not None, "no token budget yet: the plan settles it"
         return self.max_tokens_per_gpu * self.sp
 
     def table(self) -> list[str]:
@@ -118,7 +119,7 @@ class Layout:
             ("an update", self.prompts_per_update, "prompts", "actor.ppo_mini_batch_size"),
             ("", self.sequences_per_update, "sequences", f"{_share(self.sequences_per_update, self.dp)} a {ranks}"),
             ("updates a step", self.updates_per_step, "", self._updates_in_words()),
-            ("a forward", self.tokens_per_micro_batch, "tokens at most", self._budget_in_words()),
+            self._budget_row(),
         ]
         if self.max_sequences_per_micro_batch:
             rows.append(("", self.max_sequences_per_micro_batch, "sequences at most", self._rounds_in_words()))
@@ -131,10 +132,13 @@ class Layout:
         passes = "" if self.epochs_per_step == 1 else f" x {self.epochs_per_step} passes (actor.ppo_epochs)"
         return f"{self.mini_batches} mini-batch{'' if self.mini_batches == 1 else 'es'}{passes}"
 
-    def _budget_in_words(self) -> str:
+    def _budget_row(self) -> tuple[str, int | str, str, str]:
+        if self.max_tokens_per_gpu is None:
+            return "a forward", "as many", "tokens as fit", "actor.max_tokens_per_gpu=null: the memory plan decides"
         shared = "" if self.sp == 1 else f" x {self.sp} (actor.ulysses_sequence_parallel_size)"
         fit = self.tokens_per_micro_batch // self.max_sequence_tokens
-        return f"actor.max_tokens_per_gpu{shared}: {fit} of the longest sequences ({self.max_sequence_tokens} tokens)"
+        note = f"actor.max_tokens_per_gpu{shared}: {fit} of the longest sequences ({self.max_sequence_tokens} tokens)"
+        return "a forward", self.tokens_per_micro_batch, "tokens at most", note
 
     def _rounds_in_words(self) -> str:
         size = self.max_sequences_per_micro_batch or 1

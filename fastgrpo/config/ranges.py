@@ -52,6 +52,8 @@ ABOVE_0 = (
     "rollout.top_p",
     "rollout.repetition_penalty",
     "rollout.kv_cache_gib",
+    "actor.head_chunk_gib",
+    "trainer.gpu_memory_gib",
     "rollout.max_logprob_gap",
     "rollout.val_kwargs.top_p",
     "actor.loss_scale_factor",

@@ -9,6 +9,10 @@ rollout.n), tokens, updates, steps. A step is one rollout and all the updates ma
 
 Why StrEnum("Name", {"value": "value"}): the values are verl's, and names such as `token-mean` are no identifiers. A
 plain string of the same spelling is as good as the member.
+
+Options of memory (actor.max_tokens_per_gpu, head_chunk_gib, gradient_checkpointing, activation_offload, the fsdp and
+offload options, rollout.kv_cache_gib) are null by default: on CUDA the memory plan (fastgrpo/plan) decides them, on a
+CPU they are fixed (plan/settle.py). What was decided is printed at the start.
 """
 
 from __future__ import annotations
@@ -119,7 +123,7 @@ class RolloutConfig:
     max_model_len: int | None = None  # tokens; default max_prompt_length + max_response_length
     max_num_seqs: int = 256  # sequences decoded at once by one engine
     max_num_batched_tokens: int = 8192  # tokens one engine iteration prefills
-    kv_cache_gib: float | None = None  # GiB of KV cache a rank; default: what the phase leaves free (CUDA), 2 (CPU)
+    kv_cache_gib: float | None = None  # GiB of KV cache a rank; null: the memory plan's (CUDA), 2 (CPU)
     enforce_eager: bool = False  # no CUDA graphs: starts faster, generates slower
     sleep_level: int = 2  # CUDA: 2 drops the engine's weights while training, 1 keeps a copy in host memory
     dtype: Dtype = Dtype["auto"]  # engine weights; auto: as the trainer's compute
@@ -141,17 +145,17 @@ class OptimConfig:
 
 @dataclass(kw_only=True, slots=True)
 class FsdpConfig:
-    reshard_after_forward: bool = True  # free a block's full weights between its forward and its backward
+    reshard_after_forward: bool | None = None  # free a block's full weights between its forward and its backward
     replicas: int = 1  # HSDP: shards are kept inside world / replicas ranks and replicated over the replicas
-    offload_policy: bool = False  # FSDP2's CPU offload: masters, gradients and optimizer live in host memory
-    offload_during_rollout: bool = False  # move masters and optimizer to host memory while the engine generates
+    offload_policy: bool | None = None  # FSDP2's CPU offload: masters, gradients and optimizer live in host memory
+    offload_during_rollout: bool | None = None  # move masters and optimizer to host memory while the engine generates
 
 
 @dataclass(kw_only=True, slots=True)
 class ActorConfig:
     ppo_mini_batch_size: int | None = None  # prompts an update; default data.train_batch_size (one update a step)
     ppo_epochs: int = 1  # passes over the rollout
-    max_tokens_per_gpu: int = 16384  # tokens a rank in one forward; a hard bound, times the sp size for a group
+    max_tokens_per_gpu: int | None = None  # tokens a rank in one forward; a hard bound, times the sp size for a group
     micro_batch_size_per_gpu: int | None = None  # sequences a rank in one forward, further limiting the tokens
     policy_loss: PolicyLoss = PolicyLoss["vanilla"]
     clip_ratio_low: float = 0.2
@@ -169,9 +173,10 @@ class ActorConfig:
     dtype: Dtype = Dtype["auto"]  # compute; masters are float32. auto: bfloat16 on CUDA, float32 on CPU
     attention: Attention = Attention["auto"]
     head: HeadImpl = HeadImpl["auto"]  # auto: the fused kernels on CUDA; reference: chunked torch
+    head_chunk_gib: float | None = None  # GiB of one buffer of logits in the head; on a CPU null is 0.25
     use_liger: bool = True  # RMSNorm, SwiGLU and RoPE of liger-kernel, on CUDA where it is installed
-    gradient_checkpointing: int = 1  # recompute every k-th block in the backward: 1 = all, 0 = none
-    activation_offload: bool = False  # keep the activations between blocks in host memory
+    gradient_checkpointing: int | None = None  # recompute every k-th block in the backward: 1 = all, 0 = none
+    activation_offload: bool | None = None  # keep the activations between blocks in host memory
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 
@@ -180,7 +185,7 @@ class ActorConfig:
 class RefConfig:
     path: str | None = None  # reference policy; default model.path
     dtype: Dtype = Dtype["auto"]  # its weights and compute; auto as actor.dtype
-    offload_policy: bool = False  # keep its shards in host memory
+    offload_policy: bool | None = None  # keep its shards in host memory
 
 
 @dataclass(kw_only=True, slots=True)
@@ -200,6 +205,7 @@ class AlgorithmConfig:
 class TrainerConfig:
     n_gpus_per_node: int = 1  # processes; more than one and a bare start: the program starts itself again
     device: Device = Device["auto"]
+    gpu_memory_gib: float | None = None  # GiB of a GPU to plan for and to stay within; default: all that it has
     max_steps: int | None = None  # default: total_epochs over the data
     total_epochs: int = 1
     seed: int = 0
@@ -224,6 +230,11 @@ class RunConfig:
     ref: RefConfig = field(default_factory=RefConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def uses_reference(actor: ActorConfig) -> bool:
+    """Whether a KL term asks for a reference policy."""
+    return actor.use_kl_loss and actor.kl_loss_coef != 0
 
 
 def compute_dtype(wanted: Dtype, device_type: str) -> str:

@@ -23,7 +23,7 @@ from fastgrpo.algorithm.loss import POLICY_LOSSES, LossConfig
 from fastgrpo.algorithm.mismatch import gap_stats
 from fastgrpo.batch.mini_batches import MiniBatch
 from fastgrpo.batch.packing import ShardedBatch
-from fastgrpo.config import ActorConfig, HeadImpl, RunConfig
+from fastgrpo.config import HeadImpl, RunConfig, uses_reference
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.head import GrpoHead, score_head
 from fastgrpo.policy.model import Policy
@@ -49,6 +49,8 @@ class Actor:
         self.optimizer = build_adamw(policy.module.parameters(), config.actor.optim)
         self._config = config.actor
         self._temperature = config.rollout.temperature
+        chunk_gib = config.actor.head_chunk_gib
+        self._chunk_bytes = None if chunk_gib is None else int(chunk_gib * (1 << 30))
         self._loss_config = loss_config(config)
         self._total_updates = total_updates
         self._skipped_in_a_row = 0
@@ -74,7 +76,7 @@ class Actor:
         return [self._score(self.reference, mini_batch.micro) for mini_batch in mini_batches]
 
     def _score(self, model: Policy, batches: Sequence[ShardedBatch]) -> list[Tensor]:
-        head = partial(score_head, temperature=self._temperature)
+        head = partial(score_head, temperature=self._temperature, chunk_bytes=self._chunk_bytes)
         return [model.score(batch, head).logprobs_R for batch in batches]
 
     def gap(self, batches: Sequence[ShardedBatch]) -> Sums:
@@ -126,6 +128,7 @@ class Actor:
                 fused=self._config.head != HeadImpl["reference"],
                 policy_loss=POLICY_LOSSES[self._config.policy_loss],
                 segment_sum=partial(segment_sum, num_segments=batch.num_sequences + 1, group=self.policy.sp_group),
+                chunk_bytes=self._chunk_bytes,
             )
             out = self.policy.run(batch, head)
             out.loss_sum.backward()
@@ -151,10 +154,6 @@ def loss_config(config: RunConfig) -> LossConfig:
         entropy_coef=actor.entropy_coeff,
         importance_max=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
     )
-
-
-def uses_reference(actor: ActorConfig) -> bool:
-    return actor.use_kl_loss and actor.kl_loss_coef != 0
 
 
 def segment_sum(x_U: Tensor, seq_id_U: Tensor, *, num_segments: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -54,10 +54,13 @@ class Scored:
     entropy_R: Tensor
 
 
-def score_head(hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch, *, temperature: float) -> Scored:
-    """Logprob of each row's target and entropy of its distribution, through the same product and the same cut into
-    chunks as the training heads: with unchanged weights the ratio to it is exactly 1."""
-    return Scored(*linear_logprob(hidden_RH, output.weight_VH, batch.targets_R, temperature, **output.options))
+def score_head(
+    hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch, *, temperature: float, chunk_bytes: int | None = None
+) -> Scored:
+    """Logprob of each row's target and entropy of its distribution, through the same product and, with the same
+    `chunk_bytes`, the same cut as the training heads: with unchanged weights the ratio to it is exactly 1."""
+    options = {**output.options, "chunk_bytes": chunk_bytes}
+    return Scored(*linear_logprob(hidden_RH, output.weight_VH, batch.targets_R, temperature, **options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class GrpoHead:
     fused: bool
     policy_loss: PolicyLossFn
     segment_sum: SegmentSum
+    chunk_bytes: int | None = None  # of one buffer of logits; None: the kernels' default
 
     def __call__(self, hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch) -> HeadLoss:
         loss_sum, logprobs_R, stats = (self._fused if self.fused else self._plain)(hidden_RH, output, batch)
@@ -106,6 +110,7 @@ class GrpoHead:
             kl_coef=cfg.kl_coef,
             kl_type=cfg.kl_type,
             entropy_coef=cfg.entropy_coef,
+            chunk_bytes=self.chunk_bytes,
             **output.options,
         )
         kl_R = None if self.ref_logprobs_R is None else out.kl_N
@@ -114,7 +119,12 @@ class GrpoHead:
 
     def _plain(self, hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch) -> tuple[Tensor, Tensor, Stats]:
         logprobs_R, entropy_R = linear_logprob(
-            hidden_RH, output.weight_VH, batch.targets_R, self.temperature, **output.options
+            hidden_RH,
+            output.weight_VH,
+            batch.targets_R,
+            self.temperature,
+            chunk_bytes=self.chunk_bytes,
+            **output.options,
         )
         loss_batch = LossBatch(
             advantages_U=batch.advantages_R,

@@ -33,10 +33,7 @@ from fastgrpo.rollout.engine import WeightExport, engine_dtype, reports_logprobs
 from fastgrpo.rollout.process_state import kept_process_state
 
 _GIB = 1 << 30
-_CPU_KV_CACHE_GIB = 2.0
-# Of the GPU memory that is free when the engine is built. The rest is for its weights, its activations and the
-# trainer's residue.
-_KV_CACHE_SHARE = 0.45
+_KV_CACHE_GIB = 2.0  # when nobody decides: on CUDA a run's memory plan does (fastgrpo/plan)
 
 
 class VllmEngine:
@@ -208,20 +205,18 @@ def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[st
         logprobs_mode="processed_logprobs",  # after the temperature
         generation_config="vllm",  # the checkpoint's sampling defaults change nothing silently
         enable_sleep_mode=on_cuda,
+        kv_cache_memory_bytes=int((rollout.kv_cache_gib or _KV_CACHE_GIB) * _GIB),
     )
     if not on_cuda:
         return arguments | dict(
-            kv_cache_memory_bytes=int((rollout.kv_cache_gib or _CPU_KV_CACHE_GIB) * _GIB),
             enforce_eager=True,  # a compiled graph would keep the packed weights of the first load
             # The first piece of a split prompt rewinds its request's generator, which CPU generators cannot do.
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(rollout.max_num_batched_tokens, max_model_len),
         )
     free, total = torch.cuda.mem_get_info(mesh.device)
-    kv_cache = int(rollout.kv_cache_gib * _GIB) if rollout.kv_cache_gib is not None else int(_KV_CACHE_SHARE * free)
     # The share of the whole GPU decides nothing beside an explicit cache size, but is checked against what is free.
     return arguments | dict(
-        kv_cache_memory_bytes=kv_cache,
         gpu_memory_utilization=0.9 * free / total,
         # Logits stored in bfloat16 are off by hundredths of a nat.
         hf_overrides={"head_dtype": "float32"},

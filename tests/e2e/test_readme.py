@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Run by a test of their own: the quickstart below (slow), the own experiment below.
+# Run by a test of their own: the quickstart below (slow), the own experiment below, the plan in test_plan_choice.py.
+PLAN = "python -m fastgrpo.plan --shapes bench/shapes"
 RUN_HERE = {"make quickstart", ".venv/bin/python -m fastgrpo.train +exp=capitals.yaml"}
 
 
@@ -35,7 +36,7 @@ def test_every_command_block_is_run_or_names_its_hardware() -> None:
     commands = blocks("bash")
     assert len(commands) >= 4
     for before, text in commands:
-        assert before.startswith("<!-- needs: ") or text in RUN_HERE, text
+        assert before.startswith("<!-- needs: ") or text in RUN_HERE or PLAN in text, text
 
 
 def test_python_example(tmp_path: Path, tiny_model: Path) -> None:

@@ -20,6 +20,8 @@ EXPERIMENTS = sorted(file.stem for file in (config_dir() / "exp").glob("*.yaml")
 MODELS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": (9, 3, 8192, 49152),
     "Qwen/Qwen2-0.5B-Instruct": (14, 2, 32768, 151936),
+    "Qwen/Qwen2.5-0.5B-Instruct": (14, 2, 32768, 151936),
+    "Qwen/Qwen2.5-1.5B-Instruct": (12, 2, 32768, 151936),
     "Qwen/Qwen2.5-7B-Instruct": (28, 4, 32768, 152064),
     "Qwen/Qwen3-8B": (32, 8, 40960, 151936),
 }

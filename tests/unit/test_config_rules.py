@@ -149,6 +149,12 @@ BROKEN = [
         ["actor.fsdp.offload_policy=true", "set actor.fsdp.offload_during_rollout=false"],
     ),
     (
+        "offload_has_something_to_offload",
+        1,
+        {"actor.activation_offload": True, "actor.gradient_checkpointing": 0},
+        ["actor.activation_offload=true", "set actor.gradient_checkpointing=1"],
+    ),
+    (
         "attention_runs_on_the_device",
         1,
         {"trainer.device": "cpu", "actor.attention": "flash"},
@@ -321,6 +327,7 @@ def test_layout_of_the_worked_example() -> None:
         "rollout.n": 8,
         TP: 2,
         "actor.micro_batch_size_per_gpu": 8,
+        "actor.max_tokens_per_gpu": 16384,
         "data.max_prompt_length": 512,
         "data.max_response_length": 1024,
     }
@@ -360,6 +367,8 @@ def test_layout_with_every_axis() -> None:
     assert "2-3" in table  # and over 8 engines
     assert "a group of 2 GPUs" in table
     assert "3 mini-batches x 2 passes (actor.ppo_epochs)" in table
+    open_budget = Layout.of(configured({}), 1).table()[-1]
+    assert "as many  tokens as fit" in open_budget and "the memory plan decides" in open_budget
 
 
 def test_layout_checks_nothing() -> None:

@@ -26,10 +26,10 @@ KERNELS_USER = "fastgrpo.policy.head"
 LAYERS = [
     {"errors", "clock", "fastgrpo"},
     {"config", "records", "paths"},
-    {"console", "hub", "mesh", "algorithm", "batch"},
+    {"console", "hub", "mesh", "algorithm", "batch", "compose"},
     {"launch", "metrics"},
-    {"policy", "reward", "data", "gate"},
-    {"rollout", "checkpoint"},
+    {"policy", "reward", "data", "gate", "plan"},
+    {"rollout", "checkpoint", "gpu"},
     {"evaluate"},
     {"report", "summary"},
     {"stages"},
@@ -37,7 +37,7 @@ LAYERS = [
     {"train"},
 ]
 # Third parties that only one place may import (a module, or a package).
-ONLY_HOME = {"vllm": "fastgrpo.rollout.vllm", "hydra": "fastgrpo.train", "triton": "fastgrpo_kernels"}
+ONLY_HOME = {"vllm": "fastgrpo.rollout.vllm", "hydra": "fastgrpo.compose", "triton": "fastgrpo_kernels"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -281,7 +281,7 @@ def test_memory_arguments(fake_vllm, tmp_path):
     given = build(tmp_path, kv_cache_gib=3.0)._llm.arguments
     assert given["kv_cache_memory_bytes"] == 3 << 30 and given["enable_sleep_mode"]
     assert given["gpu_memory_utilization"] == pytest.approx(0.9 * 60 / 80)
-    assert build(tmp_path)._llm.arguments["kv_cache_memory_bytes"] == int(0.45 * (60 << 30))
+    assert build(tmp_path)._llm.arguments["kv_cache_memory_bytes"] == 2 << 30
     fake_vllm.current_platform.device_type = "cpu"
     on_cpu = build(tmp_path, mesh_of(0, device="cpu"))._llm.arguments
     assert on_cpu["kv_cache_memory_bytes"] == 2 << 30 and on_cpu["enforce_eager"] and not on_cpu["enable_sleep_mode"]

@@ -1,0 +1,105 @@
+"""What the formulas of memory.py are fed with: frozen records of sizes, read off the configuration once.
+
+RunConfig, Layout, Sizes  -->  Job (what is given)  +  Settings (what the plan may choose)  -->  memory.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgrpo.config import Dtype, HeadImpl, Layout, RunConfig, compute_dtype
+from fastgrpo.plan.sizes import ModelSizes
+
+_WIDTH = {"bfloat16": 2, "float32": 4}
+_LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose modules policy/liger.py exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The models of a run. `reference` is that of ref.path, or the policy's own; None where no KL term asks for one."""
+
+    model: ModelSizes
+    reference: ModelSizes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options that are the plan's to choose when they are null."""
+
+    max_tokens_per_gpu: int
+    head_chunk_bytes: int
+    gradient_checkpointing: int
+    activation_offload: bool
+    reshard_after_forward: bool
+    offload_policy: bool
+    offload_during_rollout: bool
+    ref_offload_policy: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's share of a run on CUDA. Widths are bytes of an element."""
+
+    model: ModelSizes
+    reference: ModelSizes | None
+    world: int
+    ranks_per_node: int
+    shard: int
+    sp: int
+    tp: int
+    longest: int  # tokens, prompt and response
+    most_tokens: int  # that a rank can have in one forward, whatever the budget
+    step_tokens: int  # of all sequences of a step at their longest
+    wanted_sequences: int  # that an engine would draw at once
+    max_num_seqs: int
+    max_model_len: int
+    prefill_tokens: int
+    compute_width: int
+    engine_width: int
+    reference_width: int
+    liger: bool  # fused RMSNorm and SwiGLU
+    varlen: bool  # attention on packed rows without padding
+    entropy_gradient: bool
+    own_engine: bool  # rollout.name=hf: its weights stay on the device
+    graphs: bool
+    engine_copy: bool  # sleep level 1: the sleeping engine's weights lie in host memory
+    fixed_kv_bytes: int | None  # rollout.kv_cache_gib
+
+    @classmethod
+    def of(cls, config: RunConfig, sizes: Sizes, layout: Layout) -> Job:
+        actor, rollout = config.actor, config.rollout
+        compute = compute_dtype(actor.dtype, "cuda")
+        engine = compute if rollout.dtype == Dtype["auto"] else str(rollout.dtype)
+        reference = compute if config.ref.dtype == Dtype["auto"] else str(config.ref.dtype)
+        sequences = layout.max_sequences_per_micro_batch or layout.sequences_per_rank_and_update
+        return cls(
+            model=sizes.model,
+            reference=sizes.reference,
+            world=layout.world,
+            ranks_per_node=layout.ranks_per_node,
+            shard=layout.shard,
+            sp=layout.sp,
+            tp=layout.tp,
+            longest=layout.max_sequence_tokens,
+            most_tokens=-(-sequences * layout.max_sequence_tokens // layout.sp),
+            step_tokens=layout.sequences_per_step * layout.max_sequence_tokens,
+            wanted_sequences=min(rollout.max_num_seqs, -(-layout.sequences_per_step // layout.engines)),
+            max_num_seqs=rollout.max_num_seqs,
+            max_model_len=layout.max_model_len,
+            prefill_tokens=rollout.max_num_batched_tokens,
+            compute_width=_WIDTH[compute],
+            engine_width=_WIDTH[engine],
+            reference_width=_WIDTH[reference],
+            liger=actor.use_liger and sizes.model.family in _LIGER_FAMILIES,
+            varlen=compute == "bfloat16" and actor.attention != "sdpa",
+            entropy_gradient=actor.entropy_coeff != 0 or actor.head == HeadImpl["reference"],
+            own_engine=rollout.name == "hf",
+            graphs=not rollout.enforce_eager,
+            engine_copy=rollout.sleep_level == 1,
+            fixed_kv_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * (1 << 30)),
+        )
+
+    @property
+    def least_budget(self) -> int:
+        """Tokens a rank, so that the longest sequence fits into a row."""
+        return -(-self.longest // self.sp)

@@ -1,0 +1,264 @@
+"""Bytes of one GPU, and of one host, at their peaks. Pure functions of (Job, Settings); no torch.
+
+Notation: P parameters, S ranks of a shard, c bytes of the compute dtype, U tokens of a rank's micro-batch, R of them
+through the head, H hidden, V vocabulary, I intermediate, q and k widths of queries and of keys (= values).
+
+Training is at its highest at one of four moments, and the plan is the largest of them:
+
+    head      end of the forward: every kept activation, and the buffers of the logits
+    backward  one block's activations again, its gradients on their way through the reduce-scatter
+    outer     the reduce-scatter of embedding and output layer, everything else gone
+    scoring   a forward of the reference, without gradients
+
+All count what torch calls allocated. What lies outside of it (CUDA's context, NCCL, the sleeping engine) is
+`overhead`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastgrpo.plan import constants as k
+from fastgrpo.plan.job import Job, Settings
+from fastgrpo.plan.sizes import ModelSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What is live at one moment, by kind."""
+
+    moment: str
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.parts)
+
+
+def training_peak(job: Job, settings: Settings) -> Peak:
+    """The largest of the four moments."""
+    return max(training_moments(job, settings), key=lambda peak: peak.total)
+
+
+def training_moments(job: Job, settings: Settings) -> list[Peak]:
+    """Every moment that the training phase of this job has."""
+    state = [
+        ("masters and AdamW", trainer_state(job, settings)),
+        ("reference", reference_state(job, settings)),
+    ]
+    with_gradients = [*state, ("gradients", gradient_shards(job, settings))]
+    moments = [
+        Peak("head", (*with_gradients, *_at_head(job, settings))),
+        Peak("backward", (*with_gradients, *_at_backward(job, settings))),
+        Peak("outer", (*with_gradients, ("gradients being reduced", _reduced(job, job.model.outer_parameters)))),
+    ]
+    if job.reference is not None:
+        moments.append(Peak("scoring", (*state, *_at_scoring(job, settings, job.reference))))
+    return moments
+
+
+def trainer_state(job: Job, settings: Settings) -> int:
+    """Masters and both moments of AdamW on the device, 12 P / S."""
+    return 0 if settings.offload_policy else _sharded(job, k.MASTER * (1 + k.ADAMW_STATES) * job.model.parameters)
+
+
+def gradient_shards(job: Job, settings: Settings) -> int:
+    """4 P / S, from the first backward to the update. With offload_policy each leaves for the host as it is made."""
+    return 0 if settings.offload_policy else _sharded(job, k.MASTER * job.model.parameters)
+
+
+def reference_state(job: Job, settings: Settings) -> int:
+    if job.reference is None or settings.ref_offload_policy:
+        return 0
+    return _sharded(job, job.reference_width * job.reference.parameters)
+
+
+def _at_head(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
+    model, tokens = job.model, row_tokens(job, settings)
+    in_flight = 1 if job.shard > 1 else 0  # the last block's gathering buffer
+    blocks = in_flight if settings.reshard_after_forward else model.layers
+    return (
+        ("gathered weights", job.compute_width * (model.outer_parameters + blocks * model.block_parameters)),
+        ("activations", kept_activations(job, settings)),
+        ("head", head_bytes(job, tokens, settings.head_chunk_bytes)),
+    )
+
+
+def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
+    model, tokens, c = job.model, row_tokens(job, settings), job.compute_width
+    alone = k.GATHERED_BLOCKS_ALONE if job.shard == 1 else k.GATHERED_BLOCKS
+    blocks = alone if settings.reshard_after_forward else model.layers
+    recomputed = block_activations(job) if settings.gradient_checkpointing else 0
+    return (
+        ("gathered weights", c * (model.outer_parameters + blocks * model.block_parameters)),
+        ("activations", kept_activations(job, settings)),
+        ("a block's backward", tokens * (recomputed + backward_scratch(job))),
+        ("gradients being reduced", _reduced(job, model.block_parameters)),
+        ("head's gradients", c * (model.head_parameters + tokens * model.hidden)),
+    )
+
+
+def _at_scoring(job: Job, settings: Settings, reference: ModelSizes) -> tuple[tuple[str, int], ...]:
+    tokens, c = row_tokens(job, settings), job.reference_width
+    blocks = k.GATHERED_BLOCKS_ALONE if job.shard == 1 else k.GATHERED_BLOCKS
+    widest = c * tokens * (3 * reference.intermediate + 3 * reference.hidden)
+    rows = chunk_rows(reference.vocab, settings.head_chunk_bytes, tokens)
+    return (
+        ("gathered weights", c * (reference.outer_parameters + blocks * reference.block_parameters)),
+        ("activations", max(widest, 2 * c * tokens * reference.hidden + 2 * k.LOGITS * rows * reference.vocab)),
+    )
+
+
+def row_tokens(job: Job, settings: Settings) -> int:
+    """U: the budget, or all that there is."""
+    return min(settings.max_tokens_per_gpu, job.most_tokens)
+
+
+def kept_activations(job: Job, settings: Settings) -> int:
+    """From the forward to the backward: the input of each recomputed block, everything of the others, and the last
+    norm's input and output."""
+    model, every = job.model, settings.gradient_checkpointing
+    recomputed = -(-model.layers // every) if every else 0
+    inputs = min(recomputed, k.OFFLOADED_IN_FLIGHT) if settings.activation_offload else recomputed
+    width = inputs * model.hidden * job.compute_width + (model.layers - recomputed) * block_activations(job)
+    return row_tokens(job, settings) * (width + _norm_activations(job, model.hidden))
+
+
+def block_activations(job: Job) -> int:
+    """Bytes a token that one block keeps for its backward.
+
+    Two norms (input, output), the attention's q, k, v and output, the MLP's gate, up and product; without liger the
+    MLP keeps silu(gate) too and a norm a float32 copy. SDPA gathers q, k, v and output into padded buckets, keys and
+    values repeated to the query heads."""
+    model, c = job.model, job.compute_width
+    q, kv = model.query_width, model.kv_width * max(1, job.sp // model.kv_heads)
+    attention = 2 * q + 2 * kv if job.varlen else int(4 * q * k.SDPA_PADDING) + q
+    mlp = (3 if job.liger else 4) * model.intermediate
+    heads = _norm_activations(job, q + kv) - c * (q + kv) if model.normed_heads else 0  # their outputs are q and k
+    softmax_sums = 4 * model.heads
+    return 2 * _norm_activations(job, model.hidden) + c * (attention + mlp) + heads + softmax_sums
+
+
+def _norm_activations(job: Job, width: int) -> int:
+    """Bytes a token of an RMSNorm over `width`: input and output; transformers' own keeps its float32 input and the
+    normed value before the weight."""
+    c = job.compute_width
+    return 2 * c * width if job.liger else (4 + 2 * c) * width
+
+
+def backward_scratch(job: Job) -> int:
+    """Bytes a token of the gradients that live at the widest point of a block's backward, its MLP. liger writes those
+    of gate and up over their values."""
+    model = job.model
+    return job.compute_width * ((1 if job.liger else 3) * model.intermediate + 3 * model.hidden)
+
+
+def chunk_rows(vocab: int, chunk_bytes: int, rows: int) -> int:
+    """Rows of a chunk of the head: fastgrpo_kernels' own cut, and no more than there are."""
+    cut = max(1, chunk_bytes // (k.LOGITS * vocab))
+    return min(rows, cut if cut < k.HEAD_ROW_MULTIPLE else cut - cut % k.HEAD_ROW_MULTIPLE)
+
+
+def head_bytes(job: Job, rows: int, chunk_bytes: int) -> int:
+    """The loss head's own memory over `rows` rows: hidden states and their gradient, the weight's gradient in float32
+    and in the compute dtype, and per chunk two float32 buffers [C, V] (a third when the entropy has a gradient), with
+    the logits' gradient in the compute dtype if that is narrower."""
+    model, c = job.model, job.compute_width
+    chunk = chunk_rows(model.vocab, chunk_bytes, rows) * model.vocab
+    buffers = (3 if job.entropy_gradient else 2) * k.LOGITS + (c if c < k.LOGITS else 0)
+    weight = k.LOGITS + (c if c < k.LOGITS else 0)
+    return 2 * c * rows * model.hidden + weight * model.head_parameters + chunk * buffers
+
+
+def _reduced(job: Job, parameters: int) -> int:
+    """Gradients of one FSDP unit in the compute dtype, the float32 copy that is reduced, the shard that comes out."""
+    return parameters * (job.compute_width + k.REDUCED) + _sharded(job, k.REDUCED * parameters)
+
+
+def _sharded(job: Job, size: int) -> int:
+    return -(-size // job.shard)
+
+
+# ---- the engine
+
+
+def overhead(job: Job) -> int:
+    """On the device beside torch's tensors while the policy trains."""
+    engine = k.ENGINE_ASLEEP if job.graphs else k.ENGINE_ASLEEP_EAGER
+    return _base(job) + (engine_weights(job) if job.own_engine else engine)
+
+
+def _base(job: Job) -> int:
+    return k.CUDA_CONTEXT + (k.NCCL if job.world > 1 else 0)
+
+
+def engine_weights(job: Job) -> int:
+    return job.engine_width * job.model.parameters // job.tp
+
+
+def rollout_peak(job: Job, settings: Settings, kv_bytes: int) -> Peak:
+    """Engine awake, all of its cache taken."""
+    parked = settings.offload_during_rollout
+    return Peak(
+        "rollout",
+        (
+            ("masters and AdamW", 0 if parked else trainer_state(job, settings)),
+            ("reference", reference_state(job, settings)),
+            *_engine(job),
+            ("KV cache", kv_bytes),
+        ),
+    )
+
+
+def sync_peak(job: Job, settings: Settings) -> Peak:
+    """Weights on their way into the engine, the largest FSDP unit gathered; its cache not yet awake."""
+    model = job.model
+    unit = max(model.outer_parameters, model.block_parameters) * job.compute_width
+    return Peak(
+        "sync",
+        (
+            ("masters and AdamW", trainer_state(job, settings)),
+            ("reference", reference_state(job, settings)),
+            *_engine(job),
+            ("gathered weights", unit * (1 if job.shard == 1 else 2)),
+        ),
+    )
+
+
+def _engine(job: Job) -> tuple[tuple[str, int], ...]:
+    model, e = job.model, job.engine_width
+    prefill = job.prefill_tokens * e * (2 * model.intermediate // job.tp + 3 * model.hidden)
+    logits = job.max_num_seqs * model.vocab * k.LOGITS * k.ENGINE_LOGIT_COPIES
+    asleep = overhead(job) - _base(job) - (engine_weights(job) if job.own_engine else 0)
+    return (
+        ("engine weights", engine_weights(job)),
+        ("engine workspace", asleep + prefill + logits),
+        ("CUDA and NCCL", _base(job)),
+    )
+
+
+def sequence_bytes(job: Job) -> int:
+    """Cache of one sequence at its longest, whole blocks of it."""
+    blocks = -(-job.max_model_len // k.KV_BLOCK_TOKENS)
+    return blocks * k.KV_BLOCK_TOKENS * job.model.kv_bytes_per_token(job.engine_width, job.tp)
+
+
+def host_peak(job: Job, settings: Settings) -> Peak:
+    """Of one node: its ranks' processes and what the options keep in host memory, pinned memory rounded up."""
+    state = k.MASTER * (1 + k.ADAMW_STATES + settings.offload_policy) * job.model.parameters
+    away = settings.offload_policy or settings.offload_during_rollout
+    offloaded = -(-job.model.layers // settings.gradient_checkpointing) if settings.gradient_checkpointing else 0
+    inputs = row_tokens(job, settings) * offloaded * job.model.hidden * job.compute_width
+    reference = job.reference.parameters * job.reference_width if job.reference and settings.ref_offload_policy else 0
+    ranks = job.ranks_per_node
+    return Peak(
+        "host",
+        (
+            ("processes", ranks * k.PROCESS_HOST + k.SAVE_BUFFER),
+            ("rollouts", ranks * k.EXCHANGED_TOKEN * job.step_tokens),
+            ("masters and AdamW", int(ranks * k.PINNED_ROUNDING * _sharded(job, state)) if away else 0),
+            ("reference", int(ranks * k.PINNED_ROUNDING * _sharded(job, reference))),
+            ("activations", int(ranks * k.PINNED_ROUNDING * inputs) if settings.activation_offload else 0),
+            ("engine weights", ranks * engine_weights(job) if job.engine_copy else 0),
+        ),
+    )

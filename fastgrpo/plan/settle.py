@@ -1,0 +1,95 @@
+"""Between the configuration and the plan: which options are open, and the configuration with all of them decided.
+
+    RunConfig (some null)  -- settle -->  Plan, RunConfig (none null)         on CUDA
+                           -- settle_on_cpu -->     RunConfig (none null)     fixed values: memory is the user's there
+
+Nothing is edited: a decided configuration is a new one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from fastgrpo.config import Layout, RunConfig
+from fastgrpo.plan import constants as k
+from fastgrpo.plan.choose import Plan, choose
+from fastgrpo.plan.job import Job, Sizes
+
+# Field of Settings -> option. head_chunk_gib alone has another unit.
+OPTIONS = {
+    "max_tokens_per_gpu": "actor.max_tokens_per_gpu",
+    "head_chunk_bytes": "actor.head_chunk_gib",
+    "gradient_checkpointing": "actor.gradient_checkpointing",
+    "activation_offload": "actor.activation_offload",
+    "reshard_after_forward": "actor.fsdp.reshard_after_forward",
+    "offload_policy": "actor.fsdp.offload_policy",
+    "offload_during_rollout": "actor.fsdp.offload_during_rollout",
+    "ref_offload_policy": "ref.offload_policy",
+}
+# On a CPU; the head keeps its own default.
+_ON_CPU: dict[str, Any] = {
+    "actor.max_tokens_per_gpu": 16384,
+    "actor.gradient_checkpointing": 1,
+    "actor.activation_offload": False,
+    "actor.fsdp.reshard_after_forward": True,
+    "actor.fsdp.offload_policy": False,
+    "actor.fsdp.offload_during_rollout": False,
+    "ref.offload_policy": False,
+}
+
+
+def settle(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -> tuple[RunConfig, Plan]:
+    """The configuration for GPUs of `gpu_bytes` with every open option decided, and the plan it follows. When nothing
+    fits, the plan says so (`Plan.fits`): what to do about it is the caller's."""
+    plan = make_plan(config, sizes, layout, gpu_bytes)
+    decided = {option: getattr(plan.settings, name) for name, option in OPTIONS.items()}
+    decided["actor.head_chunk_gib"] = plan.settings.head_chunk_bytes / k.GIB
+    decided["rollout.kv_cache_gib"] = plan.kv_bytes / k.GIB
+    return _fill(config, decided), plan
+
+
+def make_plan(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -> Plan:
+    """The fastest plan that fits, within what `config` leaves open; of a decided configuration, its own."""
+    return choose(Job.of(config, sizes, layout), given(config), gpu_bytes)
+
+
+def settle_on_cpu(config: RunConfig) -> RunConfig:
+    """Null options get fixed values; rollout.kv_cache_gib and actor.head_chunk_gib keep their owners' defaults."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = max(16384, -(-longest // config.actor.ulysses_sequence_parallel_size))
+    return _fill(config, _ON_CPU | {"actor.max_tokens_per_gpu": tokens})
+
+
+def given(config: RunConfig) -> dict[str, Any]:
+    """The fields of Settings that `config` decides itself. offload_policy and offload_during_rollout exclude each
+    other, so one that is on decides both."""
+    values = {name: attrgetter(option)(config) for name, option in OPTIONS.items()}
+    if values["head_chunk_bytes"] is not None:
+        values["head_chunk_bytes"] = max(1, int(values["head_chunk_bytes"] * k.GIB))
+    found = {name: value for name, value in values.items() if value is not None}
+    if found.get("offload_policy"):
+        found.setdefault("offload_during_rollout", False)
+    if found.get("offload_during_rollout"):
+        found.setdefault("offload_policy", False)
+    if found.get("gradient_checkpointing") == 0:
+        found.setdefault("activation_offload", False)
+    return found
+
+
+def with_option(config: RunConfig, key: str, value: Any) -> RunConfig:
+    """A copy with one option changed; what it shares with the original is never written to."""
+    return _replace_at(config, key.split("."), value)
+
+
+def _fill(config: RunConfig, values: dict[str, Any]) -> RunConfig:
+    for key, value in values.items():
+        if attrgetter(key)(config) is None:
+            config = with_option(config, key, value)
+    return config
+
+
+def _replace_at(section: Any, path: list[str], value: Any) -> Any:
+    inner = value if len(path) == 1 else _replace_at(getattr(section, path[0]), path[1:], value)
+    return replace(section, **{path[0]: inner})

@@ -1,0 +1,345 @@
+"""What the planner decides and advises, on made cases and on every shipped experiment; the command; README's table."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgrpo.compose import read_config
+from fastgrpo.config import Layout, RunConfig, build, check, uses_reference
+from fastgrpo.plan import Sizes, explain, read_sizes, settle, settle_on_cpu, with_option
+from fastgrpo.plan.__main__ import main
+from fastgrpo.plan.advice import MORE_GPUS, OTHER_TRAINING, SAME_NUMBERS, best_change, changes
+from fastgrpo.plan.choose import Plan, budgets, cost
+from fastgrpo.plan.constants import CARDS_GIB, GIB
+from fastgrpo.plan.settle import OPTIONS, make_plan
+from fastgrpo.policy.liger import _MLPS
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ROOT / "bench" / "shapes"
+QWEN_1P5B = read_sizes(SHAPES / "Qwen2.5-1.5B-Instruct")
+QWEN_7B = read_sizes(SHAPES / "Qwen2.5-7B-Instruct")
+ROOM = {  # experiment -> the smallest card that its headline promises
+    "gsm8k_8xa100": "80 GB",
+    "longcot_32k_8xa100": "80 GB",
+    "qwen3_8b_gsm8k_8xa100": "80 GB",
+    "qwen2_5_0p5b_gsm8k_1x24gb": "24 GB",
+    "qwen2_5_1p5b_gsm8k_1x24gb": "24 GB",
+    "rules_zh": "24 GB",
+    "smollm2_gsm8k_1gpu": "24 GB",
+    "quickstart": "24 GB",
+}
+
+
+def config_of(**options: Any) -> RunConfig:
+    """Keys with __ for dots: actor__use_kl_loss=False."""
+    config = build({"model": {"path": "some/model"}, "data": {"train_files": ["arithmetic"]}})
+    for key, value in ({"actor__use_kl_loss": False} | options).items():
+        config = with_option(config, key.replace("__", "."), value)
+    return config
+
+
+def planned(config: RunConfig, gpu_gib: float, world: int = 1, model: Any = QWEN_1P5B) -> tuple[RunConfig, Plan]:
+    sizes = Sizes(model, model if uses_reference(config.actor) else None)
+    return settle(config, sizes, Layout.of(config, world), int(gpu_gib * GIB))
+
+
+def advised(config: RunConfig, gpu_gib: float, world: int = 1, model: Any = QWEN_1P5B, phase: str | None = None) -> Any:
+    sizes = Sizes(model, model if uses_reference(config.actor) else None)
+    return best_change(config, sizes, Layout.of(config, world), int(gpu_gib * GIB), phase)
+
+
+# ---- settle
+
+
+def test_all_open_options_are_decided_and_given_ones_kept() -> None:
+    config = config_of(actor__gradient_checkpointing=2, actor__fsdp__reshard_after_forward=False)
+    settled, plan = planned(config, 80)
+    assert plan.fits
+    values = {option: _at(settled, option) for option in OPTIONS.values()}
+    assert None not in values.values() and settled.rollout.kv_cache_gib is not None
+    assert values["actor.gradient_checkpointing"] == 2 and values["actor.fsdp.reshard_after_forward"] is False
+    assert config.actor.max_tokens_per_gpu is None  # nothing was edited
+    assert check(settled, 1, needs_reward=False).tokens_per_micro_batch == plan.settings.max_tokens_per_gpu
+    again, same = planned(settled, 80)
+    assert again == settled and same.settings == plan.settings and same.kv_bytes == plan.kv_bytes
+
+
+def test_what_is_decided_is_what_is_planned() -> None:
+    settled, plan = planned(config_of(), 80)
+    as_it_is = make_plan(settled, Sizes(QWEN_1P5B, None), Layout.of(settled, 1), 80 * GIB)
+    assert as_it_is.settings == plan.settings and as_it_is.training == plan.training
+    assert as_it_is.rollout == plan.rollout
+
+
+def test_much_room_recomputes_nothing_and_little_room_offloads() -> None:
+    roomy = planned(config_of(), 139.5)[1].settings
+    assert roomy.gradient_checkpointing == 0 and not roomy.offload_policy and not roomy.offload_during_rollout
+    tight = planned(config_of(), 22)[1]
+    assert tight.fits and tight.settings.offload_policy  # 16 bytes x 1.5e9 do not fit into 22 GiB
+    assert not planned(config_of(), 6)[1].fits
+
+
+def test_more_memory_never_costs_time() -> None:
+    costs = [cost(planned(config_of(), gib)[1]) for gib in (16, 24, 40, 80, 140)]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_cache_holds_a_step_or_what_is_free() -> None:
+    config = config_of(data__train_batch_size=16)
+    _, plan = planned(config, 80)
+    assert plan.sequences == plan.job.wanted_sequences == 128
+    _, crowded = planned(config_of(rollout__max_num_seqs=4096, data__train_batch_size=512), 40)
+    assert crowded.fits and crowded.sequences < crowded.job.wanted_sequences == 4096
+    free = crowded.gpu_bytes - crowded.rollout_needs
+    assert 0 <= free < 2**21  # all of it
+    assert planned(config_of(rollout__kv_cache_gib=3.0), 80)[1].kv_bytes == 3 * GIB
+
+
+@pytest.mark.parametrize(("sp", "least"), [(1, 1536), (4, 384)])
+def test_no_budget_below_the_longest_sequence(sp: int, least: int) -> None:
+    config = config_of(actor__ulysses_sequence_parallel_size=sp)
+    _, plan = planned(config, 80, world=4)
+    assert min(budgets(plan.job)) == least and len(set(budgets(plan.job))) == len(budgets(plan.job))
+    one = with_option(config_of(), "data.train_batch_size", 1)
+    _, small = planned(with_option(one, "rollout.n", 2), 80)
+    assert max(budgets(small.job)) == 2 * 1536  # no more than there is
+
+
+def test_contradictions_are_not_planned() -> None:
+    settled, _ = planned(config_of(actor__fsdp__offload_during_rollout=True), 24)
+    assert settled.actor.fsdp.offload_policy is False
+    settled, _ = planned(config_of(actor__activation_offload=True), 139.5)
+    assert settled.actor.gradient_checkpointing != 0
+    settled, _ = planned(config_of(actor__gradient_checkpointing=0), 12)
+    assert settled.actor.activation_offload is False
+
+
+def test_on_a_cpu_everything_is_as_it_was() -> None:
+    settled = settle_on_cpu(config_of())
+    actor = settled.actor
+    assert (actor.max_tokens_per_gpu, actor.gradient_checkpointing, actor.activation_offload) == (16384, 1, False)
+    assert (actor.fsdp.reshard_after_forward, actor.fsdp.offload_policy) == (True, False)
+    assert actor.fsdp.offload_during_rollout is False and settled.ref.offload_policy is False
+    assert settled.rollout.kv_cache_gib is None and actor.head_chunk_gib is None  # 2 GiB and 256 MiB, by their owners
+    long = settle_on_cpu(config_of(data__max_response_length=40_000))
+    assert long.actor.max_tokens_per_gpu == 40_512
+    quickstart = settle_on_cpu(read_config(["+exp=quickstart"]))
+    assert (quickstart.actor.max_tokens_per_gpu, quickstart.actor.gradient_checkpointing) == (4096, 0)
+    assert quickstart.rollout.kv_cache_gib == 0.5
+
+
+def test_liger_is_counted_on_for_the_classes_that_it_serves() -> None:
+    from fastgrpo.plan.job import _LIGER_FAMILIES
+
+    assert {f"{family}mlp" for family in _LIGER_FAMILIES} == {name.lower() for name in _MLPS}
+
+
+def _at(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+# ---- advice, each case made so that one change is the answer
+
+
+FIXED = {
+    "actor__max_tokens_per_gpu": 16384,
+    "actor__head_chunk_gib": 2.5,
+    "actor__gradient_checkpointing": 1,
+    "actor__activation_offload": False,
+    "actor__fsdp__reshard_after_forward": True,
+    "actor__fsdp__offload_policy": False,
+    "actor__fsdp__offload_during_rollout": False,
+    "ref__offload_policy": False,
+}
+
+
+LONG = {"data__max_response_length": 7680}  # one sequence is 8,192 tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "gpu", "answer"),
+    [
+        # 31 GiB of activations without recomputing: smaller rows, unless a sequence fills one
+        ({"actor__gradient_checkpointing": 0}, 48, "actor.max_tokens_per_gpu=4096"),
+        (
+            LONG | {"actor__gradient_checkpointing": 0, "actor__max_tokens_per_gpu": 8192},
+            48,
+            "actor.gradient_checkpointing=1",
+        ),
+        # 23 GiB of state on one GPU: no smaller buffer would do
+        ({}, 24, "actor.fsdp.offload_policy=true"),
+        # a cache that was asked for and does not fit
+        ({"rollout__kv_cache_gib": 70.0}, 80, "rollout.kv_cache_gib=35"),
+        # the head's 2.5 GiB buffers
+        (LONG | {"actor__max_tokens_per_gpu": 8192}, 37, "actor.head_chunk_gib=0.3125"),
+    ],
+)
+def test_the_change_that_helps_most(change: dict[str, Any], gpu: float, answer: str) -> None:
+    config = config_of(**(FIXED | change))
+    best = advised(config, gpu)
+    assert best.text == answer and best.plan.fits and best.kind == SAME_NUMBERS
+    assert not planned(config, gpu)[1].fits
+
+
+def test_the_engine_of_a_large_model_is_spread_over_ranks() -> None:
+    config = config_of(**(FIXED | {"actor__fsdp__offload_policy": True, "actor__max_tokens_per_gpu": 2048}))
+    best = advised(config, 22.5, world=2, model=QWEN_7B)  # engine weights 14.2 GiB and the sync's buffers
+    assert best.text == "rollout.tensor_model_parallel_size=2" and best.plan.fits
+
+
+def test_what_is_trained_changes_only_when_nothing_else_helps() -> None:
+    """A cache of one sequence that is too long: shorter answers are the only way on one GPU."""
+    config = config_of(data__max_response_length=130_560, data__train_batch_size=1)
+    best = advised(config, 12)
+    assert (best.key, best.kind) == ("data.max_response_length", OTHER_TRAINING)
+
+
+def test_more_gpus_come_last() -> None:
+    config = config_of(**FIXED, data__max_response_length=64)
+    kinds = {change.text: change.kind for change in _changes(config, 12)}
+    assert kinds["trainer.n_gpus_per_node=2"] == MORE_GPUS
+    assert kinds["actor.fsdp.offload_policy=true"] == SAME_NUMBERS
+
+
+def _changes(config: RunConfig, gpu: float) -> list[Any]:
+    return list(changes(config, Sizes(QWEN_1P5B, None), Layout.of(config, 1), int(gpu * GIB)))
+
+
+def test_every_change_obeys_the_rules() -> None:
+    config = config_of(**FIXED, rollout__kv_cache_gib=8.0, trainer__n_gpus_per_node=4, reward__functions={})
+    layout = Layout.of(config, 4)
+    found = list(changes(config, Sizes(QWEN_7B, QWEN_7B), layout, 40 * GIB))
+    assert {change.key for change in found} >= {
+        "actor.max_tokens_per_gpu",
+        "actor.ulysses_sequence_parallel_size",
+        "rollout.tensor_model_parallel_size",
+        "rollout.kv_cache_gib",
+        "rollout.max_num_seqs",
+        "ref.offload_policy",
+        "actor.fsdp.offload_during_rollout",
+    }
+    for change in found:
+        world = change.value if change.kind == MORE_GPUS else 4
+        check(with_option(config, change.key, change.value), world, needs_reward=False)
+
+
+def test_explain_says_what_is_short_and_what_to_set() -> None:
+    config = config_of(**FIXED)
+    text = explain(config, Sizes(QWEN_1P5B, None), Layout.of(config, 1), 24 * GIB)
+    assert re.search(r"on GPUs of 24.0 GiB the plan is \d+\.\d GiB short", text)
+    assert re.search(r"training +\d+\.\d +GiB +masters and AdamW 17.3", text)  # 12 x 1,543,714,304 bytes
+    assert text.splitlines()[-1].startswith("what helps most: actor.fsdp.offload_policy=true (")
+
+
+def test_explain_after_memory_ran_out_though_it_should_fit() -> None:
+    """In training, what frees a tenth of the GPU there at the least loss of time; the cache is no answer."""
+    config = config_of(**(FIXED | {"actor__max_tokens_per_gpu": 65536}), rollout__kv_cache_gib=20.0)
+    sizes, layout = Sizes(QWEN_1P5B, None), Layout.of(config, 1)
+    text = explain(config, sizes, layout, 80 * GIB, phase="training")
+    assert "should leave" in text
+    best = best_change(config, sizes, layout, 80 * GIB, phase="training")
+    assert best is not None and best.key.startswith("actor.")
+    before = make_plan(config, sizes, layout, 80 * GIB)
+    assert before.short_of("training") - best.plan.short_of("training") >= 8 * GIB
+    rollout = best_change(config, sizes, layout, 80 * GIB, phase="rollout")
+    assert rollout is not None and rollout.key == "rollout.kv_cache_gib"
+
+
+def test_explain_when_nothing_helps() -> None:
+    config = config_of(**(FIXED | {"actor__use_kl_loss": False}), data__max_response_length=1)
+    text = explain(config, Sizes(QWEN_7B, None), Layout.of(config, 1), GIB // 2)
+    assert "short, take more GPUs too" in text.splitlines()[-1]
+
+
+# ---- the shipped experiments, and the command
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "configs" / "exp").glob("*.yaml")))
+def test_shipped_experiments_fit_on_the_card_they_promise(name: str) -> None:
+    config = read_config([f"+exp={name}"])
+    model = read_sizes(SHAPES / config.model.path.rpartition("/")[2])
+    _, plan = planned(config, CARDS_GIB[ROOM[name]], config.trainer.n_gpus_per_node, model)
+    assert plan.fits
+    headline = (ROOT / "configs" / "exp" / f"{name}.yaml").read_text().splitlines()[1]
+    assert ROOM[name] in headline or name == "quickstart"  # "any GPU"
+    host = re.search(r"(\d+) GB of host memory", headline)
+    assert plan.host.total < (int(host.group(1)) * 10**9 if host else config.trainer.n_gpus_per_node * 40 * GIB)
+
+
+def command(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastgrpo.plan", *argv], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_table_in_the_readme_is_the_commands() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"python -m fastgrpo\.plan ([^\n]*--markdown[^\n]*)\n```\n+((?:\|[^\n]*\n)+)", readme)
+    assert found, "README.md has lost the plan's table or its command"
+    done = command(*found.group(1).split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == found.group(2)
+    assert len(done.stdout.splitlines()) == 5  # three experiments
+
+
+def test_the_command_needs_neither_gpu_nor_torch() -> None:
+    program = (
+        "import sys, json; from fastgrpo.plan.__main__ import main\n"
+        "code = main(['--shapes', 'bench/shapes', '+exp=gsm8k_8xa100'])\n"
+        "print(json.dumps([code, sorted({'torch', 'transformers', 'vllm'} & set(sys.modules))]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert json.loads(lines[-1]) == [0, []]
+    assert sum("GB" in line and ("it fits" in line or "it is short" in line) for line in lines) == len(CARDS_GIB)
+    assert any(line.startswith("  decided") and "actor.max_tokens_per_gpu=" in line for line in lines)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = main(argv)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_a_plan_that_does_not_fit_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=24")
+    assert code == 1 and "what helps most: rollout.tensor_model_parallel_size=2" in text
+
+
+def test_a_folder_with_config_json_alone_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = SHAPES / "Qwen2.5-0.5B-Instruct"
+    code, text = run(capsys, "+exp=rules_zh", f"model.path={folder}", "trainer.gpu_memory_gib=24")
+    assert code == 0 and "KV cache" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("+exp=gsm8k_8xa100", "model.path=./nowhere"), "model.path=./nowhere: there is no folder"),
+        (("--shapes", "nowhere", "+exp=quickstart"), "--shapes nowhere: there is no such folder"),
+        (("+exp=quickstart", "--shapes"), "--shapes needs a folder"),
+        (("--markdown", "+exp=quickstart"), "--markdown needs one size of GPU: add trainer.gpu_memory_gib=80"),
+        (("--shapes", str(SHAPES), "+exp=rules_zh", "rollout.tensor_model_parallel_size=4"), "14 attention heads"),
+        (("+exp=nothing",), "there is no experiment 'nothing'"),
+        (("trainer.gpu_memory_gib=0", "+exp=quickstart"), "trainer.gpu_memory_gib=0.0 is out of range"),
+    ],
+)
+def test_mistakes_are_said_in_one_message(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+) -> None:
+    code, text = run(capsys, *argv)
+    assert code == 2 and message in text and "Traceback" not in text
+
+
+def test_help_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "--help")
+    assert code == 0 and "usage: python -m fastgrpo.plan" in text and "gsm8k_8xa100" in text

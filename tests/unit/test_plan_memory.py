@@ -1,0 +1,304 @@
+"""The planner's maths: sizes against real models on the meta device, bytes against closed forms, monotonicity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastgrpo.errors import UserError
+from fastgrpo.plan import constants as k
+from fastgrpo.plan.job import Job, Settings
+from fastgrpo.plan.memory import (
+    block_activations,
+    chunk_rows,
+    head_bytes,
+    host_peak,
+    kept_activations,
+    rollout_peak,
+    sequence_bytes,
+    sync_peak,
+    training_moments,
+    training_peak,
+)
+from fastgrpo.plan.sizes import FAMILIES, ModelSizes, count_on_meta, read_sizes, sizes_from_document
+from fastgrpo_kernels._chunks import DEFAULT_CHUNK_BYTES_CUDA, rows_per_chunk
+
+SHAPES = Path(__file__).parents[2] / "bench" / "shapes"
+TINY = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def meta_model(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("tied", "extra"),
+    [(False, {}), (True, {"attention_bias": True, "mlp_bias": True}), (True, {"head_dim": 48})],
+)
+def test_parameters_are_those_of_the_real_model(family: str, tied: bool, extra: dict[str, Any]) -> None:
+    """Both from a full config.json and from one that leaves out the defaults, as save_pretrained writes it."""
+    config = AutoConfig.for_model(family, tie_word_embeddings=tied, **TINY, **extra)
+    model = meta_model(config)
+    for document in (config.to_dict(), config.to_diff_dict()):
+        sizes = sizes_from_document(json.loads(json.dumps(document, default=str)))
+        assert sizes.parameters == sum(p.numel() for p in model.parameters())
+        assert sizes.block_parameters == sum(p.numel() for p in model.get_decoder().layers[1].parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "kv_bytes"),
+    [
+        ("Qwen2.5-7B-Instruct", 7_615_616_512, 57_344),  # 2 x 28 layers x 4 heads x 128 x 2 bytes
+        ("Qwen2.5-1.5B-Instruct", 1_543_714_304, 28_672),
+        ("Qwen2.5-0.5B-Instruct", 494_032_768, 12_288),
+        ("Qwen2-0.5B-Instruct", 494_032_768, 12_288),
+        ("Qwen3-8B", 8_190_735_360, 147_456),
+        ("SmolLM2-135M-Instruct", 134_515_008, 23_040),
+    ],
+)
+def test_published_models(name: str, parameters: int, kv_bytes: int) -> None:
+    sizes = read_sizes(SHAPES / name)
+    assert sizes.parameters == parameters
+    assert sum(p.numel() for p in meta_model(AutoConfig.from_pretrained(SHAPES / name)).parameters()) == parameters
+    assert sizes.kv_bytes_per_token(2) == kv_bytes
+    heads = sizes.kv_heads
+    assert sizes.kv_bytes_per_token(2, tp=heads) == sizes.kv_bytes_per_token(2, tp=4 * heads) == kv_bytes // heads
+
+
+def test_a_class_without_a_formula_is_counted(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma2", head_dim=32, **TINY)
+    config.architectures = ["Gemma2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    model = meta_model(config)
+    assert sizes.family == "gemma2" and sizes.parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.block_parameters == sum(p.numel() for p in model.get_decoder().layers[0].parameters())
+
+
+def test_counting_and_formula_agree() -> None:
+    for name in ("Qwen3-8B", "SmolLM2-135M-Instruct"):
+        assert count_on_meta(SHAPES / name) == read_sizes(SHAPES / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "qwen2"}', "hidden_size is None"),
+        ('{"model_type": "qwen2", "hidden_size": "896"}', "hidden_size is '896'"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_what_is_no_model_config(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_sizes(tmp_path)
+
+
+# ---- bytes
+
+MODEL = ModelSizes(
+    family="qwen2",
+    layers=4,
+    hidden=10,
+    intermediate=30,
+    heads=5,
+    kv_heads=1,
+    head_dim=2,
+    vocab=1000,
+    positions=4096,
+    block_parameters=1200,
+    outer_parameters=20_010,
+    normed_heads=False,
+)
+P = 4 * 1200 + 20_010
+
+
+def job(**changes: Any) -> Job:
+    plain = Job(
+        model=MODEL,
+        reference=None,
+        world=2,
+        ranks_per_node=2,
+        shard=2,
+        sp=1,
+        tp=1,
+        longest=100,
+        most_tokens=10_000,
+        step_tokens=5000,
+        wanted_sequences=8,
+        max_num_seqs=16,
+        max_model_len=100,
+        prefill_tokens=64,
+        compute_width=2,
+        engine_width=2,
+        reference_width=2,
+        liger=True,
+        varlen=True,
+        entropy_gradient=False,
+        own_engine=False,
+        graphs=True,
+        engine_copy=False,
+        fixed_kv_bytes=None,
+    )
+    return replace(plain, **changes)
+
+
+def settings(**changes: Any) -> Settings:
+    plain = Settings(
+        max_tokens_per_gpu=200,
+        head_chunk_bytes=4 * 1000 * 16,
+        gradient_checkpointing=1,
+        activation_offload=False,
+        reshard_after_forward=True,
+        offload_policy=False,
+        offload_during_rollout=False,
+        ref_offload_policy=False,
+    )
+    return replace(plain, **changes)
+
+
+def moment(name: str, j: Job, s: Settings) -> dict[str, int]:
+    (peak,) = [peak for peak in training_moments(j, s) if peak.moment == name]
+    return dict(peak.parts)
+
+
+def test_block_activations_by_hand() -> None:
+    """Two norms in and out 4 H, q and output 2 x 10, k and v 2 x 2, gate, up, product 3 x 30; sums 4 bytes a head."""
+    assert block_activations(job()) == 2 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
+    assert block_activations(job(compute_width=4)) == 4 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
+    # transformers' own norm keeps a float32 input and the normed value: 8 bytes an element; its MLP silu(gate)
+    assert block_activations(job(liger=False)) == 2 * 8 * 10 + 2 * (2 * 10 + 2 * 2 + 4 * 30) + 4 * 5
+    assert block_activations(job(varlen=False)) == 2 * (4 * 10 + (4 * 15 + 10) + 3 * 30) + 4 * 5
+    assert block_activations(job(sp=5)) == block_activations(job()) + 2 * 2 * (5 - 1) * 2  # heads repeated for sp
+    normed = replace(MODEL, normed_heads=True)
+    assert block_activations(job(model=normed)) == block_activations(job()) + 2 * (10 + 2)  # q and k before the norm
+
+
+@pytest.mark.parametrize(
+    ("every", "offload", "inputs", "whole"),
+    [(0, False, 0, 4), (1, False, 4, 0), (2, False, 2, 2), (3, False, 2, 2), (4, False, 1, 3), (1, True, 2, 0)],
+)
+def test_kept_activations(every: int, offload: bool, inputs: int, whole: int) -> None:
+    kept = kept_activations(job(), settings(gradient_checkpointing=every, activation_offload=offload))
+    assert kept == 200 * (inputs * 10 * 2 + whole * block_activations(job()) + 2 * 2 * 10)
+
+
+def test_training_state_is_sharded_and_offloaded() -> None:
+    parts = moment("head", job(), settings())
+    assert parts["masters and AdamW"] == 12 * P // 2 and parts["gradients"] == 4 * P // 2
+    assert parts["gathered weights"] == 2 * (20_010 + 1200)
+    assert moment("head", job(), settings(reshard_after_forward=False))["gathered weights"] == 2 * P
+    alone = moment("head", job(shard=1), settings())
+    assert alone["masters and AdamW"] == 12 * P and alone["gathered weights"] == 2 * 20_010
+    away = moment("head", job(), settings(offload_policy=True))
+    assert away["masters and AdamW"] == away["gradients"] == 0
+
+
+def test_backward_and_outer_by_hand() -> None:
+    parts = moment("backward", job(), settings())
+    assert parts["gathered weights"] == 2 * (20_010 + 3 * 1200)
+    assert parts["a block's backward"] == 200 * (block_activations(job()) + 2 * (30 + 3 * 10))
+    assert parts["gradients being reduced"] == 1200 * (2 + 4) + 4 * 1200 // 2
+    assert parts["head's gradients"] == 2 * (1000 * 10 + 200 * 10)
+    outer = moment("outer", job(), settings())
+    assert outer["gradients being reduced"] == 20_010 * 6 + 4 * 20_010 // 2
+
+
+def test_the_reference_takes_its_share_and_its_own_moment() -> None:
+    large = replace(MODEL, outer_parameters=10**9)
+    with_reference, s = job(reference=large), settings()
+    assert moment("head", with_reference, s)["reference"] == 2 * large.parameters // 2
+    assert training_peak(with_reference, s).moment == "scoring"
+    assert moment("head", with_reference, settings(ref_offload_policy=True))["reference"] == 0
+    assert "reference" in dict(rollout_peak(with_reference, s, 0).parts)
+
+
+def test_head_by_hand() -> None:
+    """200 rows in chunks of 16: hidden and its gradient, weight gradient in fp32 and bf16, 2 fp32 buffers and one in
+    bf16. In float32 nothing is cast."""
+    s = settings()
+    assert moment("head", job(), s)["head"] == 2 * 2 * 200 * 10 + (4 + 2) * 10_000 + 16 * 1000 * (2 * 4 + 2)
+    assert head_bytes(job(entropy_gradient=True), 200, 64_000) == head_bytes(job(), 200, 64_000) + 16 * 1000 * 4
+    assert head_bytes(job(compute_width=4), 200, 64_000) == 2 * 4 * 200 * 10 + 4 * 10_000 + 16 * 1000 * 8
+    assert head_bytes(job(), 5, 64_000) == 2 * 2 * 5 * 10 + 6 * 10_000 + 5 * 1000 * 10  # fewer rows than a chunk
+
+
+def test_chunks_are_cut_as_the_kernels_cut_them() -> None:
+    assert k.HEAD_CHUNK_CUDA == DEFAULT_CHUNK_BYTES_CUDA
+    for vocab in (1, 7, 1000, 49_152, 151_936, 152_064):
+        for size in (1, 4096, 320 * k.MIB, 1 << 30, k.HEAD_CHUNK_CUDA):
+            assert chunk_rows(vocab, size, 1 << 40) == rows_per_chunk(vocab, size)
+
+
+def test_rollout_by_hand() -> None:
+    parts = dict(rollout_peak(job(tp=2, sp=2), settings(), 12345).parts)
+    assert parts["KV cache"] == 12345 and parts["engine weights"] == 2 * P // 2
+    assert parts["masters and AdamW"] == 12 * P // 2
+    assert parts["engine workspace"] == k.ENGINE_ASLEEP + 64 * 2 * (30 + 30) + 16 * 1000 * 4 * k.ENGINE_LOGIT_COPIES
+    assert parts["CUDA and NCCL"] == k.CUDA_CONTEXT + k.NCCL
+    parked = settings(offload_during_rollout=True)
+    assert dict(rollout_peak(job(), parked, 0).parts)["masters and AdamW"] == 0
+    assert dict(sync_peak(job(), parked).parts)["masters and AdamW"] == 12 * P // 2  # they leave after the export
+    assert dict(sync_peak(job(), parked).parts)["gathered weights"] == 2 * 2 * 20_010
+
+
+def test_a_sequence_takes_whole_blocks_of_cache() -> None:
+    per_token = 2 * 4 * 1 * 2 * 2
+    assert sequence_bytes(job()) == 112 * per_token  # 100 tokens: 7 blocks of 16
+    assert sequence_bytes(job(max_model_len=96, tp=2)) == 96 * per_token
+
+
+def test_host_by_hand() -> None:
+    assert host_peak(job(), settings()).total == 2 * k.PROCESS_HOST + k.SAVE_BUFFER + 2 * 64 * 5000
+    parts = dict(host_peak(job(), settings(offload_policy=True)).parts)
+    assert parts["masters and AdamW"] == int(2 * 1.4 * 16 * P / 2)
+    parked = dict(host_peak(job(), settings(offload_during_rollout=True)).parts)
+    assert parked["masters and AdamW"] == int(2 * 1.4 * (12 * P // 2))
+    assert dict(host_peak(job(), settings(activation_offload=True)).parts)["activations"] == int(
+        2 * 1.4 * 200 * 4 * 10 * 2
+    )
+    assert dict(host_peak(job(engine_copy=True), settings()).parts)["engine weights"] == 2 * 2 * P
+
+
+GROWS = {
+    "max_tokens_per_gpu": 400,
+    "head_chunk_bytes": 4 * 1000 * 32,
+    "gradient_checkpointing": 0,
+    "reshard_after_forward": False,
+}
+
+
+@pytest.mark.parametrize("name", GROWS)
+def test_training_grows_with(name: str) -> None:
+    """The largest moment may be another one; none of them shrinks."""
+    large = settings(max_tokens_per_gpu=5000) if name == "gradient_checkpointing" else settings()
+    before = {peak.moment: peak.total for peak in training_moments(job(), large)}
+    after = {peak.moment: peak.total for peak in training_moments(job(), replace(large, **{name: GROWS[name]}))}
+    assert all(after[name] >= before[name] for name in before)
+    assert after["head"] > before["head"]
+
+
+@pytest.mark.parametrize("change", [{"shard": 8}, {"most_tokens": 50}])
+def test_training_shrinks_with(change: dict[str, int]) -> None:
+    assert training_peak(job(**change), settings()).total < training_peak(job(), settings()).total
