@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from fastgrpo import hub
+from fastgrpo import console, hub
 from fastgrpo.batch.mini_batches import Share
 from fastgrpo.batch.packing import attention_cost
 from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, total_steps, uses_reference
@@ -83,6 +83,8 @@ def build_stages(
         train = prompts_from_python(prompts, tokenizer, config.data)
     val = load_prompts(config.data, tokenizer, split="val", seed=seed)
     steps = total_steps(config, len(train))
+    for note in rewards.notes:
+        console.say(note)
     rewards.start()
 
     mesh = build_mesh(device_type, sp=layout.sp, tp=layout.tp, replicas=layout.replicas)

@@ -14,6 +14,7 @@ _PACKED = "nothing: rows are always packed, within actor.max_tokens_per_gpu"
 _FUNCTIONS = "reward.functions.NAME.kind, a function a label, summed with their weights"
 _REWARD_PATH = "reward.functions.NAME.path, with reward.functions.NAME.kind=custom"
 _REWARD_NAME = "reward.functions.NAME.name, with reward.functions.NAME.kind=custom"
+_SANDBOX = "reward.functions.NAME.kind=code (programs run in sandboxes on this machine)"
 _NO_CRITIC = "nothing: GRPO compares the samples of a group and has no critic"
 _NO_DISCOUNT = "nothing: GRPO neither discounts nor bootstraps"
 _KL_LOSS = "actor.use_kl_loss (the KL term is part of the loss)"
@@ -96,6 +97,10 @@ VERL = {
     "reward.custom_reward_function.path": _REWARD_PATH,
     "reward.custom_reward_function.name": _REWARD_NAME,
     "reward.reward_manager.": _FUNCTIONS,
+    "reward.sandbox_fusion.url": _SANDBOX,
+    "reward.sandbox_fusion.memory_limit_mb": "reward.functions.NAME.memory_limit_mb, with kind=code",
+    "reward.sandbox_fusion.": _SANDBOX,
+    "sandbox_fusion.": _SANDBOX,
     "reward_model.overlong_buffer.enable": "reward.functions.NAME.kind=length",
     "reward_model.overlong_buffer.len": "reward.functions.NAME.overlong_buffer_len, with kind=length",
     "reward_model.overlong_buffer.penalty_factor": "reward.functions.NAME.overlong_penalty_factor, with kind=length",

@@ -12,6 +12,8 @@ from fastgrpo.config.layout import Layout
 from fastgrpo.config.reward_schema import NEEDS_REFERENCE, READ_BY, RewardFunctionConfig, RewardKind
 from fastgrpo.config.schema import RunConfig
 
+_SANDBOX_S = 12  # to make a sandbox on a busy machine, and to end it
+
 
 def reward_is_given(c: RunConfig, layout: Layout) -> Iterator[str]:
     if not c.reward.functions:
@@ -47,6 +49,22 @@ def reward_options_are_read(c: RunConfig, layout: Layout) -> Iterator[str]:
                     f"{key}.{option}{shown} is not read with {key}.kind={function.kind}; take it out, or "
                     f"set {key}.kind={' or '.join(kinds)}"
                 )
+
+
+def code_limits_fit(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        if function.kind != "code":
+            continue
+        key = f"reward.functions.{label}"
+        for option, least in (("time_limit_s", 0.1), ("memory_limit_mb", 64), ("max_processes", 1)):
+            if (value := getattr(function, option)) < least:
+                yield f"{key}.{option}={value} is too little to start a program with; set {least} or more"
+        if function.time_limit_s + _SANDBOX_S > c.reward.timeout_s:
+            yield (
+                f"{key}.time_limit_s={function.time_limit_s} leaves less than {_SANDBOX_S} s of "
+                f"reward.timeout_s={c.reward.timeout_s} to make the sandbox, and slow programs would be unscored; set "
+                f"reward.timeout_s={function.time_limit_s + _SANDBOX_S:g} or more"
+            )
 
 
 def length_reward_fits(c: RunConfig, layout: Layout) -> Iterator[str]:

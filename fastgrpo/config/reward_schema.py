@@ -14,6 +14,7 @@ RewardKind = StrEnum(
     {
         "gsm8k": "gsm8k",
         "math": "math",
+        "code": "code",
         "choice": "choice",
         "exact": "exact",
         "format": "format",
@@ -23,6 +24,7 @@ RewardKind = StrEnum(
     },
 )
 AnswerMode = StrEnum("AnswerMode", {"strict": "strict", "flexible": "flexible"})
+Isolation = StrEnum("Isolation", {"full": "full", "best_effort": "best_effort"})
 LengthShape = StrEnum("LengthShape", {"overlong": "overlong", "linear": "linear"})
 
 
@@ -39,6 +41,14 @@ class RewardFunctionConfig:
     weight: float = 1.0  # the sample's reward is the weighted sum of its functions' scores
     mode: AnswerMode = AnswerMode["strict"]  # where the answer stands: at its mark (####, \\boxed{}, ...), or anywhere
     format_score: float = 0.0  # for a wrong answer in the right form
+    partial_credit: bool = False  # code: the share of tests passed, not all or nothing
+    time_limit_s: float = 10.0  # code: seconds for all tests of a sample together
+    memory_limit_mb: int = 1024  # code: MiB a process of the program
+    max_processes: int = 8  # code: processes and threads of the program
+    isolation: Isolation = Isolation["full"]  # code: refuse weaker isolation at the start, or take what is in force
+    entry_point_key: str | None = "entry_point"  # code: column with the name of the function that is tested
+    setup_key: str | None = "test_setup_code"  # code: column with what runs before the tests
+    prefix_key: str | None = None  # code: column with what is put before the response's code
     ignore_case: bool = True  # exact
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])  # format: one block each, in this order
     tag_opened: bool = False  # format: the chat template has opened the first tag already
@@ -54,6 +64,14 @@ class RewardFunctionConfig:
 READ_BY: dict[str, tuple[str, ...]] = {
     "mode": ("gsm8k", "math", "choice", "exact"),
     "format_score": ("gsm8k", "math", "choice"),
+    "partial_credit": ("code",),
+    "time_limit_s": ("code",),
+    "memory_limit_mb": ("code",),
+    "max_processes": ("code",),
+    "isolation": ("code",),
+    "entry_point_key": ("code",),
+    "setup_key": ("code",),
+    "prefix_key": ("code",),
     "ignore_case": ("exact",),
     "tags": ("format",),
     "tag_opened": ("format",),
@@ -65,7 +83,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "path": ("custom",),
     "name": ("custom",),
 }
-NEEDS_REFERENCE = ("gsm8k", "math", "choice", "exact")
+NEEDS_REFERENCE = ("gsm8k", "math", "code", "choice", "exact")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -32,6 +32,7 @@ from fastgrpo.config.build import type_mistakes
 from fastgrpo.config.layout import Layout
 from fastgrpo.config.ranges import numbers_in_range
 from fastgrpo.config.reward_rules import (
+    code_limits_fit,
     length_reward_fits,
     patterns_compile,
     reward_functions_are_complete,
@@ -151,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     greedy_validation_draws_once,
     reward_functions_are_complete,
     reward_options_are_read,
+    code_limits_fit,
     length_reward_fits,
     patterns_compile,
 )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastgrpo.errors import ConfigError
-from fastgrpo.reward import choice, custom, exact, gsm8k, length, math_answers, rules, tags
+from fastgrpo.reward import choice, code_tests, custom, exact, gsm8k, length, math_answers, rules, tags
 from fastgrpo.reward.function import RewardFunction, Setting
 from fastgrpo.reward.runner import RewardRunner
 
@@ -29,6 +29,7 @@ __all__ = ["KINDS", "RewardFunction", "RewardRunner", "build_rewards"]
 KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction]] = {
     "gsm8k": gsm8k.build,
     "math": math_answers.build,
+    "code": code_tests.build,
     "choice": choice.build,
     "exact": exact.build,
     "format": tags.build,
@@ -41,7 +42,7 @@ KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction]]
 def build_rewards(
     config: RewardConfig, function: Callable[..., object] | None = None, *, max_response_length: int = 1024
 ) -> RewardRunner:
-    """The configured functions, and `function` (a Python callable, weight 1) when one is given. Starts no process.
+    """The configured functions, and `function` (a Python callable, weight 1) when one is given. Starts no worker.
 
     Raises ConfigError or UserError for everything that is wrong with them and can be seen without running them.
     """

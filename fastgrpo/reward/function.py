@@ -35,6 +35,7 @@ class RewardFunction:
     source: str  # where it comes from, for messages: "compute_score in /home/me/rewards.py"
     weight: float
     load: Callable[[], Callable[..., object]]
+    notes: tuple[str, ...] = ()  # what the user should know of it, said at the start
 
     def __str__(self) -> str:
         return f"reward {self.label!r} ({self.source})"

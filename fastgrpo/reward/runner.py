@@ -79,6 +79,11 @@ class RewardRunner:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the functions before they run."""
+        return tuple(note for function in self.functions for note in function.notes)
+
     def start(self) -> None:
         """Start the workers and wait until one has loaded every function. UserError when one cannot be loaded.
         `score` does it too; calling it early shows the mistake before the model is loaded."""

@@ -185,6 +185,13 @@ BROKEN = [
     ("reward_functions_are_complete", 1, {"data.reference_key": None}, ["kind=gsm8k", "data.reference_key"]),
     ("reward_options_are_read", 1, {STYLE: {"kind": "format", "mode": "flexible"}}, [f"{STYLE}.mode=flexible", "math"]),
     ("reward_functions_are_complete", 1, {STYLE: {"kind": "format", "tags": []}}, [f"{STYLE}.tags=[]", "think"]),
+    ("code_limits_fit", 1, {STYLE: {"kind": "code", "max_processes": 0}}, [f"{STYLE}.max_processes=0", "set 1"]),
+    (
+        "code_limits_fit",
+        1,
+        {STYLE: {"kind": "code", "time_limit_s": 25}},
+        [f"{STYLE}.time_limit_s=25.0", "reward.timeout_s=30.0", "set reward.timeout_s=37"],
+    ),
     ("length_reward_fits", 1, {STYLE: {"kind": "length", "max_length": 0}}, [f"{STYLE}.max_length=0", "null"]),
     (
         "length_reward_fits",

@@ -1,0 +1,125 @@
+"""Reward for programs (kind `code`): the response's code passes the tests of its data row, in a sandbox.
+
+    response -> the last fenced block that defines the entry point, else the last one, else the whole response
+             -> the prefix column, if one is named, in front of it -> sandbox/ -> share of tests passed
+
+The reference holds the tests, as text or JSON:
+    "assert f(1) == 2\\n..."            Python, one test as a whole (HumanEval's `check` is called with the entry point)
+    ["assert f(1) == 2", ...]          one test each (MBPP's test_list)
+    {"inputs": [...], "outputs": [...]}                  standard input and output, one case each (APPS, TACO)
+    [{"input": ..., "output": ...}, ...]                 the same
+
+Score: 1 if all tests pass, else 0; with `partial_credit` their share. A program that is too slow, too large, or wrong
+scores 0 or its share: that is its fault. A sandbox that could not be made, or tests that cannot be run, is an error; no
+tests: unscored. Details: `passed` (share), `late` (ran out of time), `found` (there was code).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastgrpo.errors import ConfigError
+from fastgrpo.reward.function import RewardFunction, Setting
+from fastgrpo.reward.sandbox.box import BrokenBox, Limits
+from fastgrpo.reward.sandbox.isolation import try_isolation
+from fastgrpo.reward.sandbox.verdicts import Functions, Streams, judge
+
+if TYPE_CHECKING:  # a worker starts faster without the schema
+    from fastgrpo.config import RewardFunctionConfig
+
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardFunction:
+    """Tries the isolation. ConfigError when it is weaker than asked."""
+    option = f"reward.functions.{label}"
+    try:
+        found = try_isolation(config.memory_limit_mb, config.max_processes, config.time_limit_s)
+    except BrokenBox as error:
+        raise ConfigError(f"{option} is of kind code, and no program can be run in a sandbox here: {error}.") from None
+    if not found.full and config.isolation == "full":
+        raise ConfigError(
+            f"{option}.isolation=full, and this machine does not allow it. {found}. In a container allow namespaces "
+            "(Docker: --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined), or "
+            f"accept what is in force with {option}.isolation=best_effort."
+        )
+    columns = {"entry_point": config.entry_point_key, "setup": config.setup_key, "prefix": config.prefix_key}
+    return RewardFunction(
+        label,
+        f"code, {found}",
+        config.weight,
+        partial(load, found.limits, config.partial_credit, columns),
+        (f"reward {label}: programs are isolated, {found}",),
+    )
+
+
+def load(limits: Limits, partial_credit: bool, columns: Mapping[str, str | None]) -> Callable[..., object]:
+    return partial(compute_score, limits=limits, partial_credit=partial_credit, columns=columns)
+
+
+def compute_score(
+    response: str,
+    reference: str | None,
+    meta: Mapping[str, Any],
+    limits: Limits,
+    partial_credit: bool = False,
+    columns: Mapping[str, str | None] | None = None,
+) -> dict[str, float | None]:
+    row = {name: meta.get(key) if key else None for name, key in (columns or {}).items()}
+    tests = read_tests(reference, row.get("setup"), row.get("entry_point"))
+    if tests is None:
+        return {"score": None}
+    code = find_code(response, row.get("entry_point"))
+    if not code.strip():
+        return {"score": 0.0, "passed": 0.0, "found": 0.0}
+    program = f"{row['prefix']}\n{code}" if row.get("prefix") else code
+    verdict = judge(program, tests, limits, all_tests=partial_credit)
+    share = verdict.passed / verdict.total
+    score = share if partial_credit else float(verdict.passed == verdict.total)
+    return {"score": score, "passed": share, "late": float(verdict.late), "found": 1.0}
+
+
+def find_code(response: str, entry_point: str | None = None) -> str:
+    text = response.rpartition("</think>")[2]
+    blocks = [code for _, code in _FENCE.findall(text)]
+    if not blocks:
+        return text
+    defining = [code for code in blocks if entry_point and re.search(rf"\bdef {re.escape(entry_point)}\b", code)]
+    return (defining or blocks)[-1]
+
+
+def read_tests(
+    reference: str | None, setup: object = None, entry_point: str | None = None
+) -> Functions | Streams | None:
+    """The tests that a reference holds; None if it holds none."""
+    value = _parsed(reference)
+    before = "\n".join(setup) if isinstance(setup, Sequence) and not isinstance(setup, str) else str(setup or "")
+    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
+        pairs = zip(value["inputs"], value["outputs"], strict=True)
+        return Streams(tuple((_text(given), _text(wanted)) for given, wanted in pairs)) if value["inputs"] else None
+    if isinstance(value, list) and value and all(isinstance(case, Mapping) for case in value):
+        return Streams(tuple((_text(case["input"]), _text(case["output"])) for case in value))
+    if isinstance(value, list) and value and all(isinstance(test, str) for test in value):
+        return Functions(tuple(value), before, entry_point)
+    if isinstance(value, str) and value.strip():
+        called = f"\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", value, re.MULTILINE) else ""
+        return Functions((value + called,), before, entry_point)
+    return None
+
+
+def _parsed(reference: str | None) -> object:
+    if reference is None or reference.lstrip()[:1] not in ("[", "{"):
+        return reference
+    try:
+        return json.loads(reference)
+    except json.JSONDecodeError:
+        return reference
+
+
+def _text(value: object) -> str:
+    """APPS holds some inputs and outputs as lists of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
