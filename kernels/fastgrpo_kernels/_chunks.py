@@ -18,6 +18,7 @@ Shape suffixes: N rows, C rows of one chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 DEFAULT_CHUNK_BYTES_CPU = 256 << 20
-DEFAULT_CHUNK_BYTES_CUDA = 2560 << 20
+DEFAULT_CHUNK_BYTES_CUDA = 2500 << 20
 OPERAND_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 _ROW_MULTIPLE = 256  # whole tiles of the matrix products
@@ -76,9 +77,13 @@ def operand(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.bfloat16 and not x.is_cuda else x
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a b, stored in fp32 (fp64 for fp64) whatever the factors: bf16 logits would cost 3e-2 of logprob error."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype == torch.bfloat16 else torch.mm(a, b)
+    if a.dtype != torch.bfloat16:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def softmax_rows(
@@ -92,7 +97,7 @@ def softmax_rows(
 ) -> SoftmaxRows:
     """Softmax of a chunk. Two fp32 [C, V] buffers live at the peak; three for the entropy's gradient; one more for the
     gradient through a softcap. A target outside the vocabulary has logprob NaN."""
-    logits_CV = _product(operand(hidden_CH), head.weight_VH.t())
+    logits_CV = product(operand(hidden_CH), head.weight_VH.t())
     if head.bias_V is not None:
         logits_CV += head.bias_V
     inverse_C1 = temperature_C.reciprocal().unsqueeze(1)
@@ -143,39 +148,75 @@ def logits_gradient(rows: SoftmaxRows, dlogprob_C: Tensor, dentropy_C: Tensor | 
 
 
 class HeadGradients:
-    """Gradients of hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32, cast once at the end."""
+    """Gradients of hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32, cast once at the end.
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needs: tuple[bool, bool, bool]):
+    weight_grad_VH: an accumulator of the caller's, fp32, that the weight's gradient is added to instead.
+    """
+
+    def __init__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        needs: tuple[bool, bool, bool],
+        weight_grad_VH: Tensor | None = None,
+    ):
         needs_hidden, needs_weight, needs_bias = needs
-        self.accumulator_dtype = compute_dtype(hidden_NH)
-        self.weight_dtype = weight_VH.dtype
-        self.bias_dtype = None if bias_V is None else bias_V.dtype
-        self.hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        self.weight_VH = self._zeros(weight_VH) if needs_weight else None
-        self.bias_V = self._zeros(bias_V) if needs_bias and bias_V is not None else None
+        accumulator = {"dtype": compute_dtype(hidden_NH), "device": hidden_NH.device}
+        self._returns_weight = weight_grad_VH is None and needs_weight
+        self._weight_started = weight_grad_VH is not None
+        self._dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        self._hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        self._weight_VH = torch.empty(weight_VH.shape, **accumulator) if self._returns_weight else weight_grad_VH
+        self._bias_V = torch.zeros(bias_V.shape, **accumulator) if needs_bias and bias_V is not None else None
 
-    def _zeros(self, like: Tensor) -> Tensor:
-        return torch.zeros(like.shape, dtype=self.accumulator_dtype, device=like.device)
+    @property
+    def wanted(self) -> bool:
+        return any(x is not None for x in (self._hidden_NH, self._weight_VH, self._bias_V))
 
-    def add(self, rows: slice, hidden_CH: Tensor, weight_VH: Tensor, grad_CV: Tensor) -> None:
-        if self.bias_V is not None:
-            self.bias_V += grad_CV.sum(0)
+    def add(
+        self, rows: slice, hidden_CH: Tensor, weight_VH: Tensor, grad_CV: Tensor, scale_C: Tensor | None = None
+    ) -> None:
+        """grad_CV: dL/dz of these rows, or, with scale_C, scale_C[:, None] * grad_CV is."""
         factor_CV = grad_CV.to(weight_VH.dtype)
-        if self.hidden_NH is not None:
-            self.hidden_NH[rows] = torch.mm(factor_CV, weight_VH)
-        if self.weight_VH is None:
+        if self._bias_V is not None:
+            self._bias_V += grad_CV.sum(0) if scale_C is None else _weighted_sum(scale_C, factor_CV)
+        if self._hidden_NH is not None:
+            if scale_C is None:
+                self._hidden_NH[rows] = torch.mm(factor_CV, weight_VH)
+            else:
+                torch.mul(product(factor_CV, weight_VH), scale_C.unsqueeze(1), out=self._hidden_NH[rows])
+        if self._weight_VH is None:
             return
-        if factor_CV.dtype == torch.bfloat16:
-            out = self.weight_VH
-            torch.addmm(out, factor_CV.t(), operand(hidden_CH), out_dtype=torch.float32, out=out)
+        if scale_C is not None:
+            hidden_CH = torch.mul(hidden_CH, scale_C.unsqueeze(1), out=torch.empty_like(hidden_CH))
+        self._add_weight(factor_CV.t(), operand(hidden_CH))
+
+    def _add_weight(self, factor_VC: Tensor, hidden_CH: Tensor) -> None:
+        out = self._weight_VH
+        if not self._weight_started:
+            product(operand(factor_VC), hidden_CH, out=out)
+            self._weight_started = True
+        elif factor_VC.dtype == hidden_CH.dtype == torch.bfloat16:
+            torch.addmm(out, factor_VC, hidden_CH, out_dtype=torch.float32, out=out)
         else:
-            self.weight_VH.addmm_(factor_CV.t(), operand(hidden_CH))
+            out.addmm_(operand(factor_VC), hidden_CH)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients in the dtypes of hidden, weight and bias; None where not wanted."""
-        weight_VH = None if self.weight_VH is None else self.weight_VH.to(self.weight_dtype)
-        bias_V = None if self.bias_V is None else self.bias_V.to(self.bias_dtype)
-        return self.hidden_NH, weight_VH, bias_V
+        weight_dtype, bias_dtype = self._dtypes
+        weight_VH = self._weight_VH if self._returns_weight else None
+        if weight_VH is not None:
+            weight_VH = (weight_VH if self._weight_started else weight_VH.zero_()).to(weight_dtype)
+        bias_V = None if self._bias_V is None else self._bias_V.to(bias_dtype)
+        return self._hidden_NH, weight_VH, bias_V
+
+
+def _weighted_sum(scale_C: Tensor, x_CV: Tensor) -> Tensor:
+    """scale_C @ x_CV in fp32. The scale as a sum of two numbers of x's dtype: one alone would round it to 8 bits."""
+    high_C = scale_C.to(x_CV.dtype)
+    low_C = (scale_C - high_C).to(x_CV.dtype)
+    return product(torch.stack([high_C, low_C]), x_CV).sum(0)
 
 
 def check_head(
@@ -185,6 +226,7 @@ def check_head(
     bias_V: Tensor | None,
     softcap: float,
     chunk_bytes: int | None,
+    weight_grad_VH: Tensor | None = None,
 ) -> int:
     """Refuse what the ops cannot take, with ValueError; returns the chunk budget in bytes, the default filled in."""
     for name, x in (("hidden_NH", hidden_NH), ("weight_VH", weight_VH)):
@@ -218,6 +260,15 @@ def check_head(
     for name, x in (("weight_VH", weight_VH), ("target_N", target_N), ("bias_V", bias_V)):
         if x is not None and x.device != hidden_NH.device:
             raise ValueError(f"{name} is on {x.device} and hidden_NH on {hidden_NH.device}: move one to the other")
+    if weight_grad_VH is not None and (
+        weight_grad_VH.shape != weight_VH.shape
+        or weight_grad_VH.dtype != compute_dtype(hidden_NH)
+        or weight_grad_VH.device != hidden_NH.device
+    ):
+        raise ValueError(
+            f"weight_grad_VH must be {compute_dtype(hidden_NH)} of shape {tuple(weight_VH.shape)} on "
+            f"{hidden_NH.device}, got {weight_grad_VH.dtype} {tuple(weight_grad_VH.shape)} on {weight_grad_VH.device}"
+        )
     if softcap < 0:
         raise ValueError(f"softcap must be positive, or 0 for none; got {softcap}")
     if chunk_bytes is None:
@@ -244,3 +295,21 @@ def temperature_rows(temperature: float | Tensor, hidden_NH: Tensor) -> Tensor:
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}: greedy samples have no logprob to train on")
     return torch.full(hidden_NH.shape[:1], temperature, dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
+
+
+IMPLS = ("auto", "reference", "rows", "epilogue")
+
+
+def choose_impl(impl: str, hidden_NH: Tensor) -> str:
+    """`reference` or, with Triton, `auto`, `rows` or `epilogue`; ValueError for what these operands cannot have."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}: choose one of {', '.join(IMPLS)}")
+    on_gpu = hidden_NH.is_cuda and hidden_NH.dtype != torch.float64
+    if impl == "auto":
+        return "auto" if on_gpu else "reference"
+    if impl != "reference" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"impl {impl!r} is for bfloat16 and float32 on a CUDA device, got {hidden_NH.dtype} on "
+            f"{hidden_NH.device}: use 'auto' (TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU)"
+        )
+    return impl

@@ -2,14 +2,17 @@
 
 With logprob x, old logprob o, reference logprob q, advantage A, d = clamp(x - o, -20, 20) and r = exp(d):
 
-    policy = -A min(r, 1 + clip_high)                A >= 0
+    policy = -A min(r, 1 + clip_high)                A >= 0                     vanilla
            = -A min(max(r, 1 - clip_low), clip_c)    A < 0 (clip_c: dual clip)
+           = -sg(clamp(r, 1 - clip_low, 1 + clip_high)) A x                     cispo (sg: no gradient)
+           = -A 4 / tau sigmoid(tau (r - 1)),  tau of the advantage's sign      sapo
     kl     = e^-k + k - 1,  k,  k^2 / 2,  or  |k|,    k = clamp(x - q, -20, 20)
+             (a name with + has that value and the gradient of k^2 / 2)
     loss   = weight * (importance * policy + kl_coef * kl)
 
 The derivative is written out, not left to autograd, because the fused op needs it as a number in its forward.
-Sources: clip-higher, Yu et al. 2025 (DAPO); dual clip, Ye et al. 2020; the kl forms, J. Schulman, "Approximating KL
-Divergence"; truncated importance, Yao et al. 2025. Shape suffix: N tokens.
+Sources: clip-higher, Yu et al. 2025 (DAPO); dual clip, Ye et al. 2020; cispo, MiniMax-M1 2025; sapo, Gao et al. 2025;
+the kl forms, J. Schulman, "Approximating KL Divergence"; truncated importance, Yao et al. 2025. Shape suffix: N tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import torch
 from torch import Tensor
 
 CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL = 1, 2, 4
-KL_TYPES = ("low_var_kl", "k3", "kl", "k1", "mse", "k2", "abs")
+_KL_VALUES = ("low_var_kl", "k3", "kl", "k1", "mse", "k2", "abs")
+KL_TYPES = (*_KL_VALUES, *(f"{name}+" for name in _KL_VALUES))
+POLICY_LOSSES = ("vanilla", "cispo", "sapo")
 
-_MAX_LOG_RATIO = 20.0  # exp of it is 4.9e8: finite when squared in fp32, and far outside of any clip range
+MAX_LOG_RATIO = 20.0  # exp of it is 4.9e8: finite when squared in fp32, and far outside of any clip range
 
 
 class GrpoRows(NamedTuple):
@@ -55,6 +60,9 @@ class GrpoSettings(NamedTuple):
     kl_coef: float = 0.0
     kl_type: str = "low_var_kl"
     entropy_coef: float = 0.0
+    policy_loss: str = "vanilla"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
 
 class TokenTerms(NamedTuple):
@@ -117,8 +125,23 @@ def _policy_terms(logprobs_N: Tensor, rows: GrpoRows, settings: GrpoSettings) ->
     """(loss, derivative, ratio, flags). NaN goes through every branch, so that it is seen."""
     old_N = logprobs_N if rows.old_logprobs_N is None else rows.old_logprobs_N
     log_ratio_N = _log_ratio(logprobs_N, old_N)
-    ratio_N = log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    advantages_N = rows.advantages_N
+    ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    far_N = log_ratio_N.abs() > MAX_LOG_RATIO  # the ratio is constant there
+    match settings.policy_loss:
+        case "vanilla":
+            loss_N, derivative_N, flags_N = _vanilla(ratio_N, far_N, rows.advantages_N, settings)
+        case "cispo":
+            loss_N, derivative_N, flags_N = _cispo(logprobs_N, ratio_N, rows.advantages_N, settings)
+        case "sapo":
+            loss_N, derivative_N, flags_N = _sapo(ratio_N, far_N, rows.advantages_N, settings)
+        case _:
+            raise ValueError(f"policy_loss is {settings.policy_loss!r}: choose one of {', '.join(POLICY_LOSSES)}")
+    return loss_N, derivative_N, ratio_N, flags_N.to(torch.uint8)
+
+
+def _vanilla(
+    ratio_N: Tensor, far_N: Tensor, advantages_N: Tensor, settings: GrpoSettings
+) -> tuple[Tensor, Tensor, Tensor]:
     positive_N, negative_N = advantages_N > 0, advantages_N < 0
     high_N = positive_N & (ratio_N > 1 + settings.clip_high)
     low_N = negative_N & (ratio_N < 1 - settings.clip_low)
@@ -126,10 +149,27 @@ def _policy_terms(logprobs_N: Tensor, rows: GrpoRows, settings: GrpoSettings) ->
     used_N = torch.where(
         negative_N, ratio_N.clamp(1 - settings.clip_low, settings.clip_c), ratio_N.clamp(max=1 + settings.clip_high)
     )
-    constant_N = high_N | low_N | dual_N | (log_ratio_N.abs() > _MAX_LOG_RATIO)
+    derivative_N = torch.where(high_N | low_N | dual_N | far_N, 0.0, -advantages_N * ratio_N)
     flags_N = low_N * CLIPPED_LOW + high_N * CLIPPED_HIGH + dual_N * CLIPPED_DUAL
-    derivative_N = torch.where(constant_N, 0.0, -advantages_N * ratio_N)
-    return -advantages_N * used_N, derivative_N, ratio_N, flags_N.to(torch.uint8)
+    return -advantages_N * used_N, derivative_N, flags_N
+
+
+def _cispo(
+    logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, settings: GrpoSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    factor_N = -advantages_N * ratio_N.clamp(low, high)
+    return factor_N * logprobs_N, factor_N, (ratio_N < low) * CLIPPED_LOW + (ratio_N > high) * CLIPPED_HIGH
+
+
+def _sapo(
+    ratio_N: Tensor, far_N: Tensor, advantages_N: Tensor, settings: GrpoSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    tau_N = torch.where(advantages_N > 0, settings.tau_pos, settings.tau_neg)
+    argument_N = tau_N * (ratio_N - 1)
+    share_N, rest_N = argument_N.sigmoid(), (-argument_N).sigmoid()
+    derivative_N = torch.where(far_N, 0.0, -advantages_N * 4 * share_N * rest_N * ratio_N)
+    return -advantages_N * 4 / tau_N * share_N, derivative_N, torch.zeros_like(far_N, dtype=torch.uint8)
 
 
 def _importance(logprobs_N: Tensor, rows: GrpoRows, importance_max: float) -> Tensor:
@@ -139,13 +179,13 @@ def _importance(logprobs_N: Tensor, rows: GrpoRows, importance_max: float) -> Te
         return torch.ones_like(logprobs_N)
     trainer_N = logprobs_N if rows.old_logprobs_N is None else rows.old_logprobs_N
     log_ratio_N = _log_ratio(trainer_N, rows.sampler_logprobs_N)
-    return log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp().clamp(max=importance_max)
+    return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=importance_max)
 
 
 def _kl_terms(log_ratio_N: Tensor, kl_type: str) -> tuple[Tensor, Tensor]:
     """(estimate, derivative) from logprob - reference, held within +-20: beyond, the estimate is constant."""
-    d_N = log_ratio_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    match kl_type:
+    d_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match kl_type.removesuffix("+"):
         case "low_var_kl" | "k3":
             growth_N = (-d_N).expm1()  # keeps the digits that exp(.) - 1 would lose near 0
             value_N, slope_N = growth_N + d_N, -growth_N
@@ -154,15 +194,21 @@ def _kl_terms(log_ratio_N: Tensor, kl_type: str) -> tuple[Tensor, Tensor]:
         case "mse" | "k2":
             value_N, slope_N = 0.5 * d_N.square(), d_N
         case "abs":
-            value_N, slope_N = d_N.abs(), d_N.sign()
+            value_N, slope_N = d_N.abs(), torch.where(d_N.isnan(), d_N, d_N.sign())  # sign(NaN) is 0
         case _:
             raise ValueError(f"kl_type is {kl_type!r}: choose one of {', '.join(KL_TYPES)}")
-    return value_N, torch.where(log_ratio_N.abs() > _MAX_LOG_RATIO, 0.0, slope_N)
+    if kl_type.endswith("+"):
+        slope_N = d_N
+    return value_N, torch.where(log_ratio_N.abs() > MAX_LOG_RATIO, 0.0, slope_N)
 
 
 def check_settings(settings: GrpoSettings, rows: GrpoRows) -> None:
     if settings.kl_type not in KL_TYPES:
         raise ValueError(f"kl_type is {settings.kl_type!r}: choose one of {', '.join(KL_TYPES)}")
+    if settings.policy_loss not in POLICY_LOSSES:
+        raise ValueError(f"policy_loss is {settings.policy_loss!r}: choose one of {', '.join(POLICY_LOSSES)}")
+    if not (settings.tau_pos > 0 and settings.tau_neg > 0):
+        raise ValueError(f"tau_pos and tau_neg must be positive, got {settings.tau_pos}, {settings.tau_neg}")
     if settings.clip_low < 0 or settings.clip_high < 0:
         raise ValueError(f"clip_low and clip_high must not be negative, got {settings.clip_low}, {settings.clip_high}")
     if not settings.clip_c > 1:

@@ -16,6 +16,7 @@ Shape suffixes: N rows, C rows of a chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from fastgrpo_kernels._chunks import (
     Head,
     HeadGradients,
     check_head,
+    choose_impl,
     compute_dtype,
     logits_gradient,
     operand,
@@ -49,104 +51,94 @@ class GrpoLoss(NamedTuple):
     flags_N: Tensor  # uint8, bits CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL: clipping removed this row's policy gradient
 
 
-def linear_grpo_loss_ref(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    target_N: Tensor,
-    temperature: float | Tensor = 1.0,
-    *,
-    weights_N: Tensor,
-    advantages_N: Tensor,
-    old_logprobs_N: Tensor | None = None,
-    ref_logprobs_N: Tensor | None = None,
-    sampler_logprobs_N: Tensor | None = None,
-    importance_N: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    clip_c: float = 3.0,
-    importance_max: float = 0.0,
-    kl_coef: float = 0.0,
-    kl_type: str = "low_var_kl",
-    entropy_coef: float = 0.0,
-    bias_V: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float = 0.0,
-    chunk_bytes: int | None = None,
-) -> GrpoLoss:
-    """linear_grpo_loss in plain torch, on any device: what the other forms are measured against."""
-    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes)
-    settings = GrpoSettings(clip_low, clip_high, clip_c, importance_max, kl_coef, kl_type, entropy_coef)
-    given = GrpoRows(weights_N, advantages_N, old_logprobs_N, ref_logprobs_N, sampler_logprobs_N, importance_N)
-    check_settings(settings, given)
-    rows = given.map(lambda name, x: row_vector(name, x, hidden_NH))
-    temperature_N = temperature_rows(temperature, hidden_NH)
-    differentiable = torch.is_grad_enabled()  # inside the Function it is always off
-    # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
-    with torch.autocast(hidden_NH.device.type, enabled=False):
-        outputs = _LinearGrpoLossRef.apply(
-            hidden_NH,
-            weight_VH,
-            bias_V,
-            target_N.long(),
-            temperature_N,
-            rows,
-            settings,
-            logit_scale,
-            softcap,
-            chunk_bytes,
-            differentiable,
-        )
-    return GrpoLoss(*outputs)
+class _Call(NamedTuple):
+    """What one call holds besides its differentiable inputs."""
+
+    target_N: Tensor
+    temperature_N: Tensor
+    rows: GrpoRows
+    settings: GrpoSettings
+    logit_scale: float
+    softcap: float
+    chunk_bytes: int
+    weight_grad_VH: Tensor | None
+    impl: str
+    differentiable: bool  # inside an autograd function gradients are always off
 
 
-class _LinearGrpoLossRef(torch.autograd.Function):
+class _LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        target_N: Tensor,
-        temperature_N: Tensor,
-        rows: GrpoRows,
-        settings: GrpoSettings,
-        logit_scale: float,
-        softcap: float,
-        chunk_bytes: int,
-        differentiable: bool,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, call: _Call
     ) -> tuple[Tensor, ...]:
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3] if differentiable else (False,) * 3
-        needs = needs_hidden, needs_weight, needs_bias
-        head = Head(operand(weight_VH), bias_V, logit_scale, softcap)
-        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs)
-        outputs = _empty_outputs(hidden_NH)
-        loss_N = torch.empty_like(outputs.logprobs_N)
-        for chunk in row_slices(hidden_NH.shape[0], weight_VH.shape[0], chunk_bytes):
-            softmax = softmax_rows(
-                hidden_NH[chunk],
-                head,
-                target_N[chunk],
-                temperature_N[chunk],
-                for_gradient=any(needs),
-                for_entropy_gradient=any(needs) and settings.entropy_coef != 0,
-            )
-            loss_N[chunk], dlogprob_C, dentropy_C = _store_terms(
-                outputs, chunk, softmax.logprob_C, softmax.entropy_C, rows.chunk(chunk), settings
-            )
-            if any(needs):
-                grad_CV = logits_gradient(softmax, dlogprob_C, dentropy_C)
-                gradients.add(chunk, hidden_NH[chunk], head.weight_VH, grad_CV)
+        needs = (False,) * 3
+        if call.differentiable:
+            needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        head = Head(operand(weight_VH), bias_V, call.logit_scale, call.softcap)
+        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs, call.weight_grad_VH)
+        run = _run_reference if call.impl == "reference" else _run_triton
+        outputs = run(hidden_NH, head, call, gradients)
         ctx.save_for_backward(*gradients.finish())
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
-        return loss_N.sum(), *outputs[1:]
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         # not in place: a second backward over a retained graph must find them as they were
         scaled = (None if dloss is None or grad is None else grad * dloss for grad in ctx.saved_tensors)
-        return *scaled, *(None,) * 8
+        return *scaled, None
+
+
+def _run_reference(hidden_NH: Tensor, head: Head, call: _Call, gradients: HeadGradients) -> GrpoLoss:
+    outputs = _empty_outputs(hidden_NH)
+    loss_N = torch.empty_like(outputs.logprobs_N)
+    with_entropy = call.settings.entropy_coef != 0
+    for chunk in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], call.chunk_bytes):
+        softmax = softmax_rows(
+            hidden_NH[chunk],
+            head,
+            call.target_N[chunk],
+            call.temperature_N[chunk],
+            for_gradient=gradients.wanted,
+            for_entropy_gradient=gradients.wanted and with_entropy,
+        )
+        loss_N[chunk], dlogprob_C, dentropy_C = _store_terms(
+            outputs, chunk, softmax.logprob_C, softmax.entropy_C, call.rows.chunk(chunk), call.settings
+        )
+        if gradients.wanted:
+            grad_CV = logits_gradient(softmax, dlogprob_C, dentropy_C)
+            gradients.add(chunk, hidden_NH[chunk], head.weight_VH, grad_CV)
+    return outputs._replace(loss=loss_N.sum())
+
+
+def _run_triton(hidden_NH: Tensor, head: Head, call: _Call, gradients: HeadGradients) -> GrpoLoss:
+    from fastgrpo_kernels import _grpo_rows, _sweep  # where triton is not installed the reference still runs
+
+    settings, rows = call.settings, call.rows
+    # the entropy's gradient needs logits twice
+    epilogue = False if settings.entropy_coef else {"auto": None, "rows": False, "epilogue": True}[call.impl]
+    plan = _sweep.make_plan(hidden_NH, head.weight_VH, call.chunk_bytes, epilogue=epilogue)
+    sweep = _sweep.Sweep.of(hidden_NH, head, call.target_N, call.temperature_N, plan)
+    outputs = _empty_outputs(hidden_NH)._replace(logprobs_N=sweep.stats.logprob_N, entropy_N=sweep.stats.entropy_N)
+    loss_N, dlogprob_N = torch.empty(2, hidden_NH.shape[0], dtype=torch.float32, device=hidden_NH.device)
+    terms = _grpo_rows.GrpoOutputs(
+        loss_N, dlogprob_N, outputs.kl_N, outputs.ratio_N, outputs.importance_N, outputs.flags_N
+    )
+    dentropy_N = -settings.entropy_coef * rows.weights_N
+    grad_NV = sweep.gradient_buffer(gradients.wanted)
+    for chunk in sweep.chunks:
+        grad_CV = grad_NV[: chunk.stop - chunk.start]
+        sweep.run(chunk, grad_CV[:, :0] if settings.entropy_coef else grad_CV)
+        _grpo_rows.grpo_rows(
+            outputs.logprobs_N[chunk], outputs.entropy_N[chunk], rows.chunk(chunk), settings, terms.chunk(chunk)
+        )
+        if gradients.wanted:
+            dentropy_C = dentropy_N[chunk] if settings.entropy_coef else None
+            scale_C = sweep.finish_gradient(chunk, grad_CV, dlogprob_N[chunk], dentropy_C)
+            gradients.add(chunk, hidden_NH[chunk], head.weight_VH, grad_CV, scale_C)
+    return outputs._replace(loss=loss_N.sum())
 
 
 def _empty_outputs(hidden_NH: Tensor) -> GrpoLoss:
@@ -209,26 +201,37 @@ def linear_grpo_loss(
     kl_coef: float = 0.0,
     kl_type: str = "low_var_kl",
     entropy_coef: float = 0.0,
+    policy_loss: str = "vanilla",
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
     bias_V: Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     chunk_bytes: int | None = None,
+    weight_grad_VH: Tensor | None = None,
+    impl: str = "auto",
 ) -> GrpoLoss:
     """The GRPO loss, summed over rows, with the gradients of hidden, weight and bias made in the forward.
 
-    hidden_NH, weight_VH, target_N, temperature, bias_V, logit_scale, softcap, chunk_bytes: as in linear_logprob. The
-    rest are constants, [N] floating tensors or numbers; no gradient flows to them:
+    hidden_NH, weight_VH, target_N, temperature, bias_V, logit_scale, softcap, chunk_bytes, impl: as in linear_logprob
+        (with an entropy bonus the Triton form is always `rows`). The rest are constants, [N] floating tensors or
+        numbers; no gradient flows to them:
     weights_N: factor of each row's loss; every normaliser is in here.
     advantages_N.
     old_logprobs_N: logprobs at rollout time; without them the present ones, detached, so that the ratio is exactly 1.
     ref_logprobs_N, kl_coef, kl_type: reference policy, its coefficient, and the estimate: low_var_kl = k3, kl = k1,
-        mse = k2, abs. With a coefficient of 0 kl_N is still reported.
+        mse = k2, abs; with a + behind it (k3+, say) its value has the gradient of k2. With a coefficient of 0 kl_N is
+        still reported.
     importance_N: factor of each row's policy term (rollout correction); or, from sampler_logprobs_N and
         importance_max > 0, min(exp(old - sampler), importance_max), with the present logprobs, detached, in place of a
         missing old. importance_max without sampler_logprobs_N changes nothing.
     clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; clip_c > 1: bound of the ratio for negative
         advantages, math.inf for none. A ratio on a bound keeps its gradient.
     entropy_coef: weight of the entropy bonus, with gradient.
+    policy_loss: vanilla (clipped, the above); cispo: the ratio, held to [1 - low, 1 + high] and detached, weighs the
+        logprob; sapo: a sigmoid gate of temperature tau_pos (advantages above 0) or tau_neg in place of the clip.
+    weight_grad_VH [V, H] fp32: an accumulator that the weight's gradient is added to at once, in the forward, as for a
+        loss whose own gradient is 1; autograd then returns none for the weight. For use without FSDP.
 
     Log-ratios in exponents are clamped to [-20, 20], with gradient 0 outside: loss and gradients are finite for finite
     logits and advantages, whatever the logprobs given. (kl, mse and abs have no exponent and are not clamped.)
@@ -240,26 +243,38 @@ def linear_grpo_loss(
     the gradients are zeros. Raises ValueError for shapes, dtypes, devices and settings that do not fit, and for
     DTensors.
     """
-    return linear_grpo_loss_ref(
-        hidden_NH,
-        weight_VH,
-        target_N,
-        temperature,
-        weights_N=weights_N,
-        advantages_N=advantages_N,
-        old_logprobs_N=old_logprobs_N,
-        ref_logprobs_N=ref_logprobs_N,
-        sampler_logprobs_N=sampler_logprobs_N,
-        importance_N=importance_N,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_c=clip_c,
-        importance_max=importance_max,
-        kl_coef=kl_coef,
-        kl_type=kl_type,
-        entropy_coef=entropy_coef,
-        bias_V=bias_V,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        chunk_bytes=chunk_bytes,
+    impl = choose_impl(impl, hidden_NH)
+    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes, weight_grad_VH)
+    settings = GrpoSettings(
+        clip_low,
+        clip_high,
+        clip_c,
+        importance_max,
+        kl_coef,
+        kl_type,
+        entropy_coef,
+        policy_loss,
+        tau_pos,
+        tau_neg,
     )
+    given = GrpoRows(weights_N, advantages_N, old_logprobs_N, ref_logprobs_N, sampler_logprobs_N, importance_N)
+    check_settings(settings, given)
+    call = _Call(
+        target_N.long(),
+        temperature_rows(temperature, hidden_NH),
+        given.map(lambda name, x: row_vector(name, x, hidden_NH)),
+        settings,
+        logit_scale,
+        softcap,
+        chunk_bytes,
+        weight_grad_VH,
+        impl,
+        torch.is_grad_enabled(),
+    )
+    # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return GrpoLoss(*_LinearGrpoLoss.apply(hidden_NH, weight_VH, bias_V, call))
+
+
+linear_grpo_loss_ref = functools.partial(linear_grpo_loss, impl="reference")
+"""linear_grpo_loss in plain torch, on any device: what the other forms are measured against."""

@@ -10,7 +10,8 @@ through linear_grpo_loss (6 NHV). Shape suffixes: N rows, C rows of a chunk, H h
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from fastgrpo_kernels._chunks import (
     Head,
     HeadGradients,
     check_head,
+    choose_impl,
     compute_dtype,
     logits_gradient,
     operand,
@@ -29,40 +31,17 @@ from fastgrpo_kernels._chunks import (
 )
 
 
-def linear_logprob_ref(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    target_N: Tensor,
-    temperature: float | Tensor = 1.0,
-    *,
-    bias_V: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float = 0.0,
-    chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """linear_logprob in plain torch, on any device: what the other forms are measured against."""
-    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes)
-    temperature_N = temperature_rows(temperature, hidden_NH)
-    # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
-    with torch.autocast(hidden_NH.device.type, enabled=False):
-        return _LinearLogprobRef.apply(
-            hidden_NH, weight_VH, bias_V, target_N.long(), temperature_N, logit_scale, softcap, chunk_bytes
-        )
+class _Call(NamedTuple):
+    """What one call holds besides its tensors."""
+
+    logit_scale: float
+    softcap: float
+    chunk_bytes: int
+    weight_grad_VH: Tensor | None
+    impl: str
 
 
-def _forward_chunks(
-    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, chunk_bytes: int
-) -> tuple[Tensor, Tensor]:
-    logprob_N = torch.empty(hidden_NH.shape[0], dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
-    entropy_N = torch.empty_like(logprob_N)
-    for rows in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], chunk_bytes):
-        chunk = softmax_rows(hidden_NH[rows], head, target_N[rows], temperature_N[rows])
-        logprob_N[rows] = chunk.logprob_C
-        entropy_N[rows] = chunk.entropy_C
-    return logprob_N, entropy_N
-
-
-class _LinearLogprobRef(torch.autograd.Function):
+class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -71,39 +50,103 @@ class _LinearLogprobRef(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         temperature_N: Tensor,
-        logit_scale: float,
-        softcap: float,
-        chunk_bytes: int,
+        call: _Call,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, temperature_N)
-        ctx.settings = logit_scale, softcap, chunk_bytes
+        ctx.call = call
         ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
-        head = Head(operand(weight_VH), bias_V, logit_scale, softcap)
-        return _forward_chunks(hidden_NH, head, target_N, temperature_N, chunk_bytes)
+        head = Head(operand(weight_VH), bias_V, call.logit_scale, call.softcap)
+        forward = _forward_reference if call.impl == "reference" else _forward_triton
+        return forward(hidden_NH, head, target_N, temperature_N, call)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlogprob_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, target_N, temperature_N = ctx.saved_tensors
-        logit_scale, softcap, chunk_bytes = ctx.settings
-        if dlogprob_N is None:
-            dlogprob_N = torch.zeros_like(temperature_N)
+        call: _Call = ctx.call
+        dlogprob_N = torch.zeros_like(temperature_N) if dlogprob_N is None else dlogprob_N.contiguous()
+        dentropy_N = None if dentropy_N is None else dentropy_N.contiguous()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            head = Head(operand(weight_VH), bias_V, logit_scale, softcap)
-            gradients = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad[:3])
-            for rows in row_slices(hidden_NH.shape[0], weight_VH.shape[0], chunk_bytes):
-                chunk = softmax_rows(
-                    hidden_NH[rows],
-                    head,
-                    target_N[rows],
-                    temperature_N[rows],
-                    for_gradient=True,
-                    for_entropy_gradient=dentropy_N is not None,
-                )
-                dentropy_C = None if dentropy_N is None else dentropy_N[rows]
-                grad_CV = logits_gradient(chunk, dlogprob_N[rows], dentropy_C)
-                gradients.add(rows, hidden_NH[rows], head.weight_VH, grad_CV)
-            return *gradients.finish(), None, None, None, None, None
+            head = Head(operand(weight_VH), bias_V, call.logit_scale, call.softcap)
+            gradients = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad[:3], call.weight_grad_VH)
+            backward = _backward_reference if call.impl == "reference" else _backward_triton
+            backward(hidden_NH, head, target_N, temperature_N, dlogprob_N, dentropy_N, call, gradients)
+            return *gradients.finish(), None, None, None
+
+
+def _forward_reference(
+    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, call: _Call
+) -> tuple[Tensor, Tensor]:
+    logprob_N = torch.empty(hidden_NH.shape[0], dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
+    entropy_N = torch.empty_like(logprob_N)
+    for rows in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], call.chunk_bytes):
+        chunk = softmax_rows(hidden_NH[rows], head, target_N[rows], temperature_N[rows])
+        logprob_N[rows] = chunk.logprob_C
+        entropy_N[rows] = chunk.entropy_C
+    return logprob_N, entropy_N
+
+
+def _backward_reference(
+    hidden_NH: Tensor,
+    head: Head,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    dlogprob_N: Tensor,
+    dentropy_N: Tensor | None,
+    call: _Call,
+    gradients: HeadGradients,
+) -> None:
+    for rows in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], call.chunk_bytes):
+        chunk = softmax_rows(
+            hidden_NH[rows],
+            head,
+            target_N[rows],
+            temperature_N[rows],
+            for_gradient=True,
+            for_entropy_gradient=dentropy_N is not None,
+        )
+        dentropy_C = None if dentropy_N is None else dentropy_N[rows]
+        grad_CV = logits_gradient(chunk, dlogprob_N[rows], dentropy_C)
+        gradients.add(rows, hidden_NH[rows], head.weight_VH, grad_CV)
+
+
+def _forward_triton(
+    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, call: _Call
+) -> tuple[Tensor, Tensor]:
+    from fastgrpo_kernels import _sweep  # where triton is not installed the reference still runs
+
+    epilogue = {"auto": None, "rows": False, "epilogue": True}[call.impl]
+    plan = _sweep.make_plan(hidden_NH, head.weight_VH, call.chunk_bytes, epilogue=epilogue)
+    sweep = _sweep.Sweep.of(hidden_NH, head, target_N, temperature_N, plan)
+    nothing_NV = sweep.gradient_buffer(wanted=False)
+    for chunk in sweep.chunks:
+        sweep.run(chunk, nothing_NV[: chunk.stop - chunk.start])
+    return sweep.stats.logprob_N, sweep.stats.entropy_N
+
+
+def _backward_triton(
+    hidden_NH: Tensor,
+    head: Head,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    dlogprob_N: Tensor,
+    dentropy_N: Tensor | None,
+    call: _Call,
+    gradients: HeadGradients,
+) -> None:
+    from fastgrpo_kernels import _sweep
+
+    # the entropy's gradient needs logits twice
+    epilogue = False if dentropy_N is not None else {"auto": None, "rows": False, "epilogue": True}[call.impl]
+    plan = _sweep.make_plan(hidden_NH, head.weight_VH, call.chunk_bytes, epilogue=epilogue)
+    sweep = _sweep.Sweep.of(hidden_NH, head, target_N, temperature_N, plan)
+    grad_NV = sweep.gradient_buffer(wanted=True)
+    for chunk in sweep.chunks:
+        grad_CV = grad_NV[: chunk.stop - chunk.start]
+        sweep.run(chunk, grad_CV if dentropy_N is None else grad_CV[:, :0])
+        dentropy_C = None if dentropy_N is None else dentropy_N[chunk]
+        scale_C = sweep.finish_gradient(chunk, grad_CV, dlogprob_N[chunk], dentropy_C)
+        gradients.add(chunk, hidden_NH[chunk], head.weight_VH, grad_CV, scale_C)
 
 
 def linear_logprob(
@@ -116,6 +159,8 @@ def linear_logprob(
     logit_scale: float = 1.0,
     softcap: float = 0.0,
     chunk_bytes: int | None = None,
+    weight_grad_VH: Tensor | None = None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each row's target and entropy of each row's softmax, in nats.
 
@@ -124,22 +169,28 @@ def linear_logprob(
     target_N [N] int64. One outside the vocabulary gets logprob NaN: to refuse it would be to wait for the device.
     temperature: a positive number, or one for each row, [N] float32; a constant, as far as gradients go.
     bias_V [V]; logit_scale and softcap (0 = none): what the model does to its logits, before the temperature.
-    chunk_bytes: size of one fp32 buffer of logits, by default 256 MiB, on CUDA 2.5 GiB. It holds at least 1 row, and a
-        multiple of 256 rows when that many fit. Two buffers live at once; with gradient, a third when the entropy has
-        one too, and another for a softcap.
+    chunk_bytes: what the working buffers of a call may take, by default 2500 MiB on CUDA and 256 MiB elsewhere; besides
+        them there are the gradients, and the weight's in fp32. A chunk has at least 256 rows. (The reference form takes
+        it as the size of one fp32 buffer of logits, of which two to four live at once, and goes down to 1 row.)
+    weight_grad_VH [V, H] fp32: an accumulator that the backward adds the weight's gradient to; autograd then returns
+        none for the weight. For use without FSDP.
+    impl: `auto` (Triton on CUDA; elsewhere, and for float64, the reference), `reference` (chunks in plain torch), or
+        one of the Triton forms: `epilogue` (the softmax inside of the product; bfloat16 on compute capability 9, which
+        `auto` takes there) and `rows` (cuBLAS and a kernel over stored logits).
 
     Returns (logprob_N, entropy_N), fp32. Gradients flow to hidden, weight and bias through both, where required; the
     backward makes the logits again, and under no_grad nothing is kept. The results depend on chunk_bytes and N only by
     rounding; equal calls give equal bits, and the logprobs are those of linear_grpo_loss on the same rows and budget.
     Raises ValueError for shapes, dtypes and devices that do not fit, and for DTensors.
     """
-    return linear_logprob_ref(
-        hidden_NH,
-        weight_VH,
-        target_N,
-        temperature,
-        bias_V=bias_V,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        chunk_bytes=chunk_bytes,
-    )
+    impl = choose_impl(impl, hidden_NH)
+    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes, weight_grad_VH)
+    temperature_N = temperature_rows(temperature, hidden_NH)
+    call = _Call(logit_scale, softcap, chunk_bytes, weight_grad_VH, impl)
+    # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return _LinearLogprob.apply(hidden_NH, weight_VH, bias_V, target_N.long(), temperature_N, call)
+
+
+linear_logprob_ref = functools.partial(linear_logprob, impl="reference")
+"""linear_logprob in plain torch, on any device: what the other forms are measured against."""

@@ -1,0 +1,449 @@
+"""The output layer's product with the softmax in its epilogue, in Triton: the logits are never stored.
+
+What exp_rows (_exp_rows.py) makes from stored logits is made here from the accumulators of a persistent GEMM: partial
+sums of each row and tile and, for gradients, the scaled exponentials D. Where the product is short (a small H), the
+store and the read of fp32 logits that this saves cost more than cuBLAS gains over Triton.
+
+    target_logits     k: the target's own logit, from a product of single rows          1 program a row
+    exp_gemm          x W^T -> per tile: sums about k, D = exp(l - k)                   persistent, TMA
+    merge             sums of the tiles -> logprob, entropy, sum, shift                 1 program for 32 rows
+    settle            D_y = -S; rows whose tiles were summed about another shift        1 program a row
+
+A tile whose largest logit is more than LARGEST above k is summed about that logit instead; `settle` brings such rows
+to one shift afterwards. A sampled token never causes it.
+
+Shape suffixes: C rows of a chunk, H hidden, V vocabulary, B tiles across the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastgrpo_kernels._exp_rows import RowStats
+from fastgrpo_kernels._row_stats import LARGEST, LOG2E, SHIFT_FLOOR, logit_of, row_result
+
+
+class GemmConfig(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    group: int  # row tiles that share the columns of W in the cache
+    num_warps: int
+    num_stages: int
+    per_sm: int  # programs on one multiprocessor
+    flatten: bool  # loads of the next tile begin before the epilogue of this one
+
+
+GEMM = GemmConfig(rows=128, columns=256, depth=64, group=16, num_warps=8, num_stages=3, per_sm=1, flatten=True)
+NOTHING = tl.constexpr(-1e30)  # a logit past the vocabulary: its exponential is 0, and 0 times it is 0
+_MERGE_ROWS, _MERGE_TILES = 32, 32
+
+
+class Partials(NamedTuple):
+    """Of one chunk, fp32; see _row_stats.py for the names."""
+
+    shift_BC: Tensor  # shift, S and M of each row's share in each tile
+    sum_BC: Tensor
+    mean_BC: Tensor
+    target_C: Tensor  # the target's logit
+    rest_C: Tensor  # S of the whole row
+
+    @classmethod
+    def empty(cls, rows: int, vocab: int, device: torch.device, config: GemmConfig) -> Partials:
+        tiles = 2 * triton.cdiv(vocab, config.columns)
+        tile_parts = torch.empty(3, tiles, rows, dtype=torch.float32, device=device)
+        return cls(*tile_parts, *torch.empty(2, rows, dtype=torch.float32, device=device))
+
+
+@triton.jit
+def target_logits_kernel(
+    hidden_ptr,
+    hidden_stride,
+    weight_ptr,
+    weight_stride,
+    bias_ptr,
+    target_ptr,
+    slope_ptr,
+    out_ptr,
+    softcap_inverse,
+    width,
+    vocab,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row).to(tl.int64)
+    place = tl.where((target >= 0) & (target < vocab), target, 0)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        x = tl.load(hidden_ptr + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight_ptr + place * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
+        total += x * w
+    product = tl.sum(total, 0)
+    if HAS_BIAS:
+        product += tl.load(bias_ptr + place).to(tl.float32)
+    logit, _ = logit_of(product, tl.load(slope_ptr + row), softcap_inverse, HAS_SOFTCAP)
+    tl.store(out_ptr + row, logit)
+
+
+@triton.jit
+def _epilogue(
+    acc,
+    exp_desc,
+    bias_ptr,
+    target_ptr,
+    slope_ptr,
+    shift_ptr,
+    tile_shift_ptr,
+    tile_sum_ptr,
+    tile_mean_ptr,
+    tile_stride,
+    softcap_inverse,
+    num_rows,
+    vocab,
+    row_tile,
+    column_tile,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    STORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Sums and exponentials of one tile of products; a tile past the vocabulary sums to nothing."""
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    row_inside = rows < num_rows
+    slope = tl.load(slope_ptr + rows, mask=row_inside, other=0.0)
+    shift = tl.load(shift_ptr + rows, mask=row_inside, other=0.0)
+    target = tl.load(target_ptr + rows, mask=row_inside, other=-1).to(tl.int32)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
+    # in units of ln 2 from here on: one multiplication less for each exponential
+    logit, derivative = logit_of(acc, (slope * LOG2E)[:, None], softcap_inverse, HAS_SOFTCAP)
+    logit = tl.where((columns < vocab)[None, :], logit, NOTHING)
+    largest = tl.max(logit, 1)
+    fits = largest - shift * LOG2E <= LARGEST * LOG2E  # false for NaN and for a shift of minus infinity
+    shift = tl.where(fits, shift, tl.where(largest == float("-inf"), 0.0, largest / LOG2E))
+    below = logit - (shift * LOG2E)[:, None]
+    exp = tl.exp2(below)
+    if HAS_BIAS:
+        below = tl.maximum(below, SHIFT_FLOOR)  # a token may be masked by its bias
+    if STORE:
+        stored = (exp * derivative).to(exp_desc.dtype)
+        exp_desc.store([row_tile * ROWS, column_tile * COLUMNS], stored)
+    exp_rest = tl.where(columns[None, :] == target[:, None], 0.0, exp)
+    at = column_tile.to(tl.int64) * tile_stride + rows
+    tl.store(tile_shift_ptr + at, shift, mask=row_inside)
+    tl.store(tile_sum_ptr + at, tl.sum(exp_rest, 1), mask=row_inside)
+    tl.store(tile_mean_ptr + at, tl.sum(exp_rest * below, 1) / LOG2E, mask=row_inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tile_stride"])
+def exp_gemm_kernel(
+    hidden_desc,
+    weight_desc,
+    exp_desc,
+    bias_ptr,
+    target_ptr,
+    slope_ptr,
+    shift_ptr,
+    tile_shift_ptr,
+    tile_sum_ptr,
+    tile_mean_ptr,
+    tile_stride,
+    softcap_inverse,
+    num_rows,
+    vocab,
+    width,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    STORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WS: tl.constexpr = False,
+):
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    column_tiles = tl.cdiv(vocab, COLUMNS)
+    depth_tiles = tl.cdiv(width, DEPTH)
+    in_group = GROUP * column_tiles
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WS):
+        first = (tile // in_group) * GROUP
+        height = min(row_tiles - first, GROUP)
+        row_tile = first + (tile % in_group) % height
+        column_tile = (tile % in_group) // height
+        acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+        for depth in range(depth_tiles):
+            x = hidden_desc.load([row_tile * ROWS, depth * DEPTH])
+            w = weight_desc.load([column_tile * COLUMNS, depth * DEPTH])
+            acc = tl.dot(x, w.T, acc)
+
+        # by halves: 128 accumulators a thread leave no registers for the epilogue's own values
+        halves = tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        _epilogue(
+            left,
+            exp_desc,
+            bias_ptr,
+            target_ptr,
+            slope_ptr,
+            shift_ptr,
+            tile_shift_ptr,
+            tile_sum_ptr,
+            tile_mean_ptr,
+            tile_stride,
+            softcap_inverse,
+            num_rows,
+            vocab,
+            row_tile,
+            2 * column_tile,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            STORE,
+            ROWS,
+            COLUMNS // 2,
+        )
+        _epilogue(
+            right,
+            exp_desc,
+            bias_ptr,
+            target_ptr,
+            slope_ptr,
+            shift_ptr,
+            tile_shift_ptr,
+            tile_sum_ptr,
+            tile_mean_ptr,
+            tile_stride,
+            softcap_inverse,
+            num_rows,
+            vocab,
+            row_tile,
+            2 * column_tile + 1,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            STORE,
+            ROWS,
+            COLUMNS // 2,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows", "tile_stride"])
+def merge_kernel(
+    tile_shift_ptr,
+    tile_sum_ptr,
+    tile_mean_ptr,
+    tile_stride,
+    tiles,
+    target_logit_ptr,
+    target_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    sum_ptr,
+    shift_ptr,
+    rest_ptr,
+    num_rows,
+    vocab,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_inside = rows < num_rows
+    shift = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    for start in range(0, tiles, TILES):
+        at = start + tl.arange(0, TILES)
+        inside = (at < tiles)[:, None] & row_inside[None, :]
+        place = at.to(tl.int64)[:, None] * tile_stride + rows[None, :]
+        shift = tl.maximum(shift, tl.max(tl.load(tile_shift_ptr + place, mask=inside, other=float("-inf")), 0))
+    sums = tl.zeros([TILES, ROWS], dtype=tl.float32)
+    means = tl.zeros([TILES, ROWS], dtype=tl.float32)
+    for start in range(0, tiles, TILES):
+        at = start + tl.arange(0, TILES)
+        inside = (at < tiles)[:, None] & row_inside[None, :]
+        place = at.to(tl.int64)[:, None] * tile_stride + rows[None, :]
+        moved = tl.load(tile_shift_ptr + place, mask=inside, other=float("-inf")) - shift[None, :]
+        factor = tl.where(inside, tl.exp2(moved * LOG2E), 0.0)
+        tile_sum = tl.load(tile_sum_ptr + place, mask=inside, other=0.0)
+        tile_mean = tl.load(tile_mean_ptr + place, mask=inside, other=0.0)
+        sums += factor * tile_sum
+        means += factor * (tile_mean + tile_sum * tl.maximum(moved, SHIFT_FLOOR))
+    target = tl.load(target_ptr + rows, mask=row_inside, other=-1)
+    in_vocab = (target >= 0) & (target < vocab)
+    gap = tl.load(target_logit_ptr + rows, mask=row_inside, other=0.0) - shift
+    gap = tl.where(in_vocab, gap, float("-inf"))
+    rest = tl.sum(sums, 0)
+    logprob, entropy, total = row_result(gap, rest, tl.sum(means, 0))
+    tl.store(logprob_ptr + rows, tl.where(in_vocab, logprob, float("nan")), mask=row_inside)
+    tl.store(entropy_ptr + rows, entropy, mask=row_inside)
+    tl.store(sum_ptr + rows, total, mask=row_inside)
+    tl.store(shift_ptr + rows, shift, mask=row_inside)
+    tl.store(rest_ptr + rows, rest, mask=row_inside)
+
+
+@triton.jit(do_not_specialize=["tile_stride"])
+def settle_kernel(
+    exp_ptr,
+    exp_stride,
+    tile_shift_ptr,
+    tile_stride,
+    tiles,
+    target_logit_ptr,
+    target_ptr,
+    slope_ptr,
+    rest_ptr,
+    shift_ptr,
+    softcap_inverse,
+    vocab,
+    HAS_SOFTCAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    exp_ptr += row * exp_stride
+    target = tl.load(target_ptr + row)
+    target_logit = tl.load(target_logit_ptr + row)
+    shift = tl.load(shift_ptr + row)
+    if shift != target_logit:
+        tile_shift_ptr += row
+        for tile in range(tiles):
+            factor = tl.exp2((tl.load(tile_shift_ptr) - shift) * LOG2E)
+            tile_shift_ptr += tile_stride
+            columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+            exp = tl.load(exp_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+            tl.store(exp_ptr + columns, (exp * factor).to(exp_ptr.dtype.element_ty), mask=columns < vocab)
+        tl.debug_barrier()
+    derivative = 1.0
+    if HAS_SOFTCAP:
+        bounded = target_logit * softcap_inverse / tl.load(slope_ptr + row)
+        derivative = 1.0 - bounded * bounded
+    rest = tl.load(rest_ptr + row)
+    in_vocab = (target >= 0) & (target < vocab)
+    tl.store(exp_ptr + target, (-rest * derivative).to(exp_ptr.dtype.element_ty), mask=in_vocab)
+
+
+def exp_gemm(
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    target_C: Tensor,
+    slope_C: Tensor,
+    out: RowStats,
+    partials: Partials,
+    exp_CV: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    softcap_inverse: float = 0.0,
+    config: GemmConfig = GEMM,
+    WS: bool = False,
+) -> None:
+    """What the product and exp_rows would make of these rows. Operands: `fits_exp_gemm`; the rest as in exp_rows."""
+    num_rows, width = hidden_CH.shape
+    vocab = weight_VH.shape[0]
+    if num_rows == 0:
+        return
+    flags = {"HAS_BIAS": bias_V is not None, "HAS_SOFTCAP": softcap_inverse != 0}
+    bias = bias_V if bias_V is not None else hidden_CH
+    target_logits_kernel[(num_rows,)](
+        hidden_CH,
+        hidden_CH.stride(0),
+        weight_VH,
+        weight_VH.stride(0),
+        bias,
+        target_C,
+        slope_C,
+        partials.target_C,
+        softcap_inverse,
+        width,
+        vocab,
+        **flags,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    programs = _multiprocessors(hidden_CH.device) * config.per_sm
+    tile_stride = partials.sum_BC.stride(0)
+    store = exp_CV.shape[1] > 0
+    hidden_desc = TensorDescriptor.from_tensor(hidden_CH, [config.rows, config.depth])
+    exp_gemm_kernel[(programs,)](
+        hidden_desc,
+        TensorDescriptor.from_tensor(weight_VH, [config.columns, config.depth]),
+        TensorDescriptor.from_tensor(exp_CV, [config.rows, config.columns // 2]) if store else hidden_desc,
+        bias,
+        target_C,
+        slope_C,
+        partials.target_C,
+        partials.shift_BC,
+        partials.sum_BC,
+        partials.mean_BC,
+        tile_stride,
+        softcap_inverse,
+        num_rows,
+        vocab,
+        width,
+        **flags,
+        STORE=store,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        DEPTH=config.depth,
+        GROUP=config.group,
+        PROGRAMS=programs,
+        FLATTEN=config.flatten,
+        WS=WS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    tiles = partials.sum_BC.shape[0]
+    merge_kernel[(triton.cdiv(num_rows, _MERGE_ROWS),)](
+        partials.shift_BC,
+        partials.sum_BC,
+        partials.mean_BC,
+        tile_stride,
+        tiles,
+        partials.target_C,
+        target_C,
+        *out,
+        partials.rest_C,
+        num_rows,
+        vocab,
+        ROWS=_MERGE_ROWS,
+        TILES=_MERGE_TILES,
+        num_warps=4,
+    )
+    if store:
+        settle_kernel[(num_rows,)](
+            exp_CV,
+            exp_CV.stride(0),
+            partials.shift_BC,
+            tile_stride,
+            tiles,
+            partials.target_C,
+            target_C,
+            slope_C,
+            partials.rest_C,
+            out.shift_N,
+            softcap_inverse,
+            vocab,
+            HAS_SOFTCAP=softcap_inverse != 0,
+            COLUMNS=config.columns // 2,
+            num_warps=4,
+        )
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def fits_exp_gemm(hidden_NH: Tensor, weight_VH: Tensor) -> bool:
+    """bf16 operands whose rows start at multiples of 16 bytes, as TMA wants them."""
+    return all(
+        x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        for x in (hidden_NH, weight_VH)
+    )

@@ -1,0 +1,172 @@
+"""The walk of both ops over the rows on a GPU: chunks, buffers, products, kernels.
+
+Two forms of the same sums (_row_stats.py), chosen by the operands alone, so that a pass without gradients and the
+training pass agree bit for bit:
+
+    epilogue   logits live in registers only (_exp_gemm.py): bf16 operands on GPUs with TMA (compute capability 9)
+    rows       logits of SUB_ROWS rows at a time are stored in fp32 by cuBLAS and read once (_exp_rows.py): elsewhere
+
+    hidden [C, H] --W^T--> D [C, V] in the operands' dtype, sums [C]    C rows: what the byte budget holds
+                           D W * scale -> dX [C, H];   D^T (scale * X) added to dW [V, H] fp32
+
+Shape suffixes: N rows, C rows of a chunk, S rows of a sub-chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgrpo_kernels._chunks import Head, product
+from fastgrpo_kernels._exp_gemm import GEMM, Partials, exp_gemm, fits_exp_gemm
+from fastgrpo_kernels._exp_rows import RowStats, entropy_gradients, exp_rows
+
+SUB_ROWS = 1024  # rows whose fp32 logits exist at once
+_ROW_MULTIPLE = 256  # whole tiles of the products
+_LEADING = 64  # elements: rows of a buffer start at multiples of 128 bytes whatever the vocabulary
+
+
+def slices(rows: slice, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, rows.stop)) for start in range(rows.start, rows.stop, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    epilogue: bool
+    sub_rows: int
+    chunk_rows: int
+
+
+def make_plan(hidden_NH: Tensor, weight_VH: Tensor, chunk_bytes: int, *, epilogue: bool | None = None) -> Plan:
+    """Rows a chunk from the bytes that all buffers of the walk may take together. `epilogue` None: what fits."""
+    vocab, width = weight_VH.shape
+    padded = _round_up(vocab, _LEADING)
+    fits = fits_exp_gemm(hidden_NH, weight_VH)
+    if epilogue is None:
+        epilogue = fits and _has_tma(hidden_NH.device)
+    row_bytes = padded * weight_VH.element_size() + 4 * width  # D, and room for dX in fp32 or for scale * X
+    if epilogue:
+        row_bytes += 4 * (3 * _round_up(vocab, GEMM.columns) // (GEMM.columns // 2) + 2)
+        sub_rows = _ROW_MULTIPLE
+    else:
+        sub_rows = _floor_rows(chunk_bytes // 4 // (4 * padded), SUB_ROWS)
+        chunk_bytes -= sub_rows * 4 * padded
+    rows = max(chunk_bytes // row_bytes // sub_rows * sub_rows, sub_rows)
+    chunks = -(-hidden_NH.shape[0] // rows)  # chunks of equal size: a short last one would waste products
+    if chunks > 1:
+        rows = _round_up(-(-hidden_NH.shape[0] // chunks), sub_rows)
+    return Plan(epilogue, sub_rows, rows)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _floor_rows(rows: int, most: int) -> int:
+    rows = max(1, min(rows, most))
+    return rows if rows < _ROW_MULTIPLE else rows - rows % _ROW_MULTIPLE
+
+
+@functools.cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def empty_rows(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(rows, _round_up(vocab, _LEADING), dtype=dtype, device=device)[:, :vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One call's rows on their way to statistics and, chunk by chunk, to D."""
+
+    hidden_NH: Tensor
+    head: Head
+    target_N: Tensor
+    slope_N: Tensor  # logit_scale / temperature
+    plan: Plan
+    stats: RowStats
+    logits_SV: Tensor | None  # rows form
+    partials: Partials | None  # epilogue form
+
+    @classmethod
+    def of(cls, hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, plan: Plan) -> Sweep:
+        num_rows, device = hidden_NH.shape[0], hidden_NH.device
+        vocab = head.weight_VH.shape[0]
+        logits_SV = partials = None
+        if plan.epilogue:
+            partials = Partials.empty(min(plan.chunk_rows, num_rows), vocab, device, GEMM)
+        else:
+            logits_SV = empty_rows(min(plan.sub_rows, num_rows), vocab, torch.float32, device)
+        stats = RowStats(*torch.empty(len(RowStats._fields), num_rows, dtype=torch.float32, device=device))
+        slope_N = temperature_N.reciprocal().mul_(head.logit_scale)
+        return cls(hidden_NH, head, target_N, slope_N, plan, stats, logits_SV, partials)
+
+    @property
+    def chunks(self) -> Iterator[slice]:
+        return slices(slice(0, self.hidden_NH.shape[0]), self.plan.chunk_rows)
+
+    @property
+    def _options(self) -> dict[str, Tensor | float | None]:
+        head = self.head
+        return {
+            "bias_V": head.bias_V,
+            "softcap_inverse": head.logit_scale / head.softcap if head.softcap else 0.0,
+        }
+
+    def run(self, chunk: slice, exp_CV: Tensor) -> None:
+        """Statistics of the chunk's rows and D of them without its scale; exp_CV of no columns: statistics alone."""
+        if self.partials is not None:
+            exp_gemm(
+                self.hidden_NH[chunk],
+                self.head.weight_VH,
+                self.target_N[chunk],
+                self.slope_N[chunk],
+                self.stats.chunk(chunk),
+                self.partials,
+                exp_CV,
+                **self._options,
+            )
+            return
+        for rows in slices(chunk, self.plan.sub_rows):
+            exp_rows(
+                self._logits(rows),
+                self.target_N[rows],
+                self.slope_N[rows],
+                self.stats.chunk(rows),
+                exp_CV[rows.start - chunk.start : rows.stop - chunk.start],
+                **self._options,
+            )
+
+    def gradient_buffer(self, wanted: bool) -> Tensor:
+        """For D of one chunk; without columns where it is not wanted."""
+        rows = min(self.plan.chunk_rows, self.hidden_NH.shape[0])
+        weight_VH = self.head.weight_VH
+        return empty_rows(rows, weight_VH.shape[0] if wanted else 0, weight_VH.dtype, weight_VH.device)
+
+    def finish_gradient(self, chunk: slice, grad_CV: Tensor, dlogprob_C: Tensor, dentropy_C: Tensor | None) -> Tensor:
+        """The scale of grad_CV, which `run` has filled; with dentropy_C it is filled here, from logits made anew."""
+        slope_C = self.slope_N[chunk]
+        if dentropy_C is None:
+            return dlogprob_C.neg().mul_(slope_C).div_(self.stats.sum_N[chunk])
+        for rows in slices(chunk, self.plan.sub_rows):
+            inside = slice(rows.start - chunk.start, rows.stop - chunk.start)
+            entropy_gradients(
+                self._logits(rows),
+                self.target_N[rows],
+                self.slope_N[rows],
+                self.stats.chunk(rows),
+                dlogprob_C[inside],
+                dentropy_C[inside],
+                grad_CV[inside],
+                **self._options,
+            )
+        return slope_C
+
+    def _logits(self, rows: slice) -> Tensor:
+        assert self.logits_SV is not None, "the epilogue form keeps no logits"
+        return product(self.hidden_NH[rows], self.head.weight_VH.t(), out=self.logits_SV[: rows.stop - rows.start])
