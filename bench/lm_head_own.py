@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastgrpo_kernels import linear_grpo_loss, linear_logprob
-from fastgrpo_kernels._chunks import DEFAULT_CHUNK_BYTES_CUDA, rows_per_chunk
+from fastgrpo_kernels._chunks import DEFAULT_CHUNK_BYTES_CUDA
 from lm_head_data import CLIP, KL_COEF, Inputs, grpo_objective
 from lm_head_exact import Outputs
 
@@ -83,6 +83,13 @@ def ours_ce(inputs: Inputs) -> Run:
 # ---- bare products
 
 
+def own_chunk_rows(hidden_TH: Tensor, weight_VH: Tensor) -> int:
+    """Rows of a chunk of linear_grpo_loss with its default budget."""
+    from fastgrpo_kernels._sweep import make_plan  # needs triton, which a CPU may lack
+
+    return make_plan(hidden_TH, weight_VH, DEFAULT_CHUNK_BYTES_CUDA).chunk_rows
+
+
 def products(inputs: Inputs, *, backward: bool, whole: bool, out_dtype: torch.dtype) -> Run:
     """X W^T, and for the training op G W and G^T X. Logits and dW are stored in `out_dtype`, dX in bf16.
 
@@ -90,7 +97,7 @@ def products(inputs: Inputs, *, backward: bool, whole: bool, out_dtype: torch.dt
     """
     hidden_TH, weight_VH = inputs.hidden_TH.detach(), inputs.weight_VH.detach()
     rows, hidden, vocab = inputs.shape
-    step = rows if whole else rows_per_chunk(vocab, DEFAULT_CHUNK_BYTES_CUDA)
+    step = rows if whole else own_chunk_rows(hidden_TH, weight_VH)
     grad_TV = inputs.logits_gradient_TV if backward else None
     options = {"dtype": out_dtype, "device": hidden_TH.device}
 

@@ -25,7 +25,7 @@ from fastgrpo.batch.mini_batches import MiniBatch
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.config import HeadImpl, RunConfig, uses_reference
 from fastgrpo.metrics import Sums
-from fastgrpo.policy.head import GrpoHead, score_head
+from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.optim import HostParking, apply_update, build_adamw, learning_rate, training_state
 
@@ -49,8 +49,7 @@ class Actor:
         self.optimizer = build_adamw(policy.module.parameters(), config.actor.optim)
         self._config = config.actor
         self._temperature = config.rollout.temperature
-        chunk_gib = config.actor.head_chunk_gib
-        self._chunk_bytes = None if chunk_gib is None else int(chunk_gib * (1 << 30))
+        self._kernel = KernelChoice.of(config.actor, policy.device.type)
         self._loss_config = loss_config(config)
         self._total_updates = total_updates
         self._skipped_in_a_row = 0
@@ -76,7 +75,7 @@ class Actor:
         return [self._score(self.reference, mini_batch.micro) for mini_batch in mini_batches]
 
     def _score(self, model: Policy, batches: Sequence[ShardedBatch]) -> list[Tensor]:
-        head = partial(score_head, temperature=self._temperature, chunk_bytes=self._chunk_bytes)
+        head = partial(score_head, temperature=self._temperature, kernel=self._kernel)
         return [model.score(batch, head).logprobs_R for batch in batches]
 
     def gap(self, batches: Sequence[ShardedBatch]) -> Sums:
@@ -128,7 +127,7 @@ class Actor:
                 fused=self._config.head != HeadImpl["reference"],
                 policy_loss=POLICY_LOSSES[self._config.policy_loss],
                 segment_sum=partial(segment_sum, num_segments=batch.num_sequences + 1, group=self.policy.sp_group),
-                chunk_bytes=self._chunk_bytes,
+                kernel=self._kernel,
             )
             out = self.policy.run(batch, head)
             out.loss_sum.backward()

@@ -22,6 +22,7 @@ from fastgrpo.algorithm.loss import LossBatch, LossConfig, PolicyLossFn, Segment
 from fastgrpo.algorithm.mismatch import gap_stats
 from fastgrpo.algorithm.stats import Stats
 from fastgrpo.batch.packing import ShardedBatch
+from fastgrpo.config import ActorConfig, HeadImpl
 from fastgrpo_kernels import linear_grpo_loss, linear_logprob
 
 
@@ -44,6 +45,27 @@ class OutputLayer:
         return {"bias_V": self.bias_V, "logit_scale": self.logit_scale, "softcap": self.softcap}
 
 
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """What all kernel calls of a run have in common: with other rounding in one of them the ratio of an update to its
+    old pass would not be exactly 1."""
+
+    impl: str = "auto"
+    chunk_bytes: int | None = None  # of the working buffers; None: the kernels' default
+
+    @classmethod
+    def of(cls, actor: ActorConfig, device_type: str) -> KernelChoice:
+        chunk_bytes = None if actor.head_chunk_gib is None else int(actor.head_chunk_gib * (1 << 30))
+        if actor.head == HeadImpl["reference"]:
+            return cls("reference", chunk_bytes)
+        # the gradient of an entropy bonus exists in one of the GPU forms alone
+        return cls("rows" if actor.entropy_coeff and device_type == "cuda" else "auto", chunk_bytes)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"impl": self.impl, "chunk_bytes": self.chunk_bytes}
+
+
 class Head(Protocol):
     def __call__(self, hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch) -> Any: ...
 
@@ -55,11 +77,16 @@ class Scored:
 
 
 def score_head(
-    hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch, *, temperature: float, chunk_bytes: int | None = None
+    hidden_RH: Tensor,
+    output: OutputLayer,
+    batch: ShardedBatch,
+    *,
+    temperature: float,
+    kernel: KernelChoice = KernelChoice(),  # noqa: B008 - frozen
 ) -> Scored:
-    """Logprob of each row's target and entropy of its distribution, through the same product and, with the same
-    `chunk_bytes`, the same cut as the training heads: with unchanged weights the ratio to it is exactly 1."""
-    options = {**output.options, "chunk_bytes": chunk_bytes}
+    """Logprob of each row's target and entropy of its distribution, by the product and the cut of the training heads
+    with the same `kernel`: with unchanged weights the ratio to it is exactly 1."""
+    options = output.options | kernel.options
     return Scored(*linear_logprob(hidden_RH, output.weight_VH, batch.targets_R, temperature, **options))
 
 
@@ -81,7 +108,7 @@ class GrpoHead:
     fused: bool
     policy_loss: PolicyLossFn
     segment_sum: SegmentSum
-    chunk_bytes: int | None = None  # of one buffer of logits; None: the kernels' default
+    kernel: KernelChoice = KernelChoice()
 
     def __call__(self, hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch) -> HeadLoss:
         loss_sum, logprobs_R, stats = (self._fused if self.fused else self._plain)(hidden_RH, output, batch)
@@ -110,8 +137,8 @@ class GrpoHead:
             kl_coef=cfg.kl_coef,
             kl_type=cfg.kl_type,
             entropy_coef=cfg.entropy_coef,
-            chunk_bytes=self.chunk_bytes,
             **output.options,
+            **self.kernel.options,
         )
         kl_R = None if self.ref_logprobs_R is None else out.kl_N
         stats = token_stats(batch.weights_R != 0, out.ratio_N, out.flags_N, kl_R, out.entropy_N)
@@ -123,8 +150,8 @@ class GrpoHead:
             output.weight_VH,
             batch.targets_R,
             self.temperature,
-            chunk_bytes=self.chunk_bytes,
             **output.options,
+            **self.kernel.options,
         )
         loss_batch = LossBatch(
             advantages_U=batch.advantages_R,

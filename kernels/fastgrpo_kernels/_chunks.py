@@ -18,7 +18,6 @@ Shape suffixes: N rows, C rows of one chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 DEFAULT_CHUNK_BYTES_CPU = 256 << 20
-DEFAULT_CHUNK_BYTES_CUDA = 2500 << 20
+DEFAULT_CHUNK_BYTES_CUDA = 2600 << 20
 OPERAND_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 _ROW_MULTIPLE = 256  # whole tiles of the matrix products
@@ -148,7 +147,7 @@ def logits_gradient(rows: SoftmaxRows, dlogprob_C: Tensor, dentropy_C: Tensor | 
 
 
 class HeadGradients:
-    """Gradients of hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32, cast once at the end.
+    """Gradients of hidden, weight and bias, gathered chunk by chunk; weight and bias in fp32, for one cast at the end.
 
     weight_grad_VH: an accumulator of the caller's, fp32, that the weight's gradient is added to instead.
     """
@@ -165,7 +164,6 @@ class HeadGradients:
         accumulator = {"dtype": compute_dtype(hidden_NH), "device": hidden_NH.device}
         self._returns_weight = weight_grad_VH is None and needs_weight
         self._weight_started = weight_grad_VH is not None
-        self._dtypes = weight_VH.dtype, None if bias_V is None else bias_V.dtype
         self._hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         self._weight_VH = torch.empty(weight_VH.shape, **accumulator) if self._returns_weight else weight_grad_VH
         self._bias_V = torch.zeros(bias_V.shape, **accumulator) if needs_bias and bias_V is not None else None
@@ -203,13 +201,18 @@ class HeadGradients:
             out.addmm_(operand(factor_VC), hidden_CH)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients in the dtypes of hidden, weight and bias; None where not wanted."""
-        weight_dtype, bias_dtype = self._dtypes
+        """Gradients of hidden (in its dtype), weight and bias (still in fp32); None where not wanted."""
         weight_VH = self._weight_VH if self._returns_weight else None
-        if weight_VH is not None:
-            weight_VH = (weight_VH if self._weight_started else weight_VH.zero_()).to(weight_dtype)
-        bias_V = None if self._bias_V is None else self._bias_V.to(bias_dtype)
-        return self._hidden_NH, weight_VH, bias_V
+        if weight_VH is not None and not self._weight_started:
+            weight_VH.zero_()
+        return self._hidden_NH, weight_VH, self._bias_V
+
+
+def scaled(gradient: Tensor | None, factor: Tensor | float, dtype: torch.dtype) -> Tensor | None:
+    """A new tensor of `dtype`, in one pass over memory: the product and the cast of a fused op's backward."""
+    if gradient is None:
+        return None
+    return torch.mul(gradient, factor, out=torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
 
 
 def _weighted_sum(scale_C: Tensor, x_CV: Tensor) -> Tensor:
@@ -307,9 +310,15 @@ def choose_impl(impl: str, hidden_NH: Tensor) -> str:
     on_gpu = hidden_NH.is_cuda and hidden_NH.dtype != torch.float64
     if impl == "auto":
         return "auto" if on_gpu else "reference"
-    if impl != "reference" and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if impl != "reference" and not on_gpu and not _interpreted():
         raise ValueError(
             f"impl {impl!r} is for bfloat16 and float32 on a CUDA device, got {hidden_NH.dtype} on "
             f"{hidden_NH.device}: use 'auto' (TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU)"
         )
     return impl
+
+
+def _interpreted() -> bool:
+    from fastgrpo_kernels._sweep import INTERPRETED  # where triton is not installed the reference still runs
+
+    return INTERPRETED

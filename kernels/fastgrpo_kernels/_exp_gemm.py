@@ -36,12 +36,11 @@ class GemmConfig(NamedTuple):
     group: int  # row tiles that share the columns of W in the cache
     num_warps: int
     num_stages: int
-    per_sm: int  # programs on one multiprocessor
     flatten: bool  # loads of the next tile begin before the epilogue of this one
 
 
-GEMM = GemmConfig(rows=128, columns=256, depth=64, group=16, num_warps=8, num_stages=3, per_sm=1, flatten=True)
-NOTHING = tl.constexpr(-1e30)  # a logit past the vocabulary: its exponential is 0, and 0 times it is 0
+GEMM = GemmConfig(rows=128, columns=256, depth=64, group=16, num_warps=8, num_stages=3, flatten=True)
+NOTHING = tl.constexpr(-1e30)  # for a logit that does not count: its exponential is 0, and 0 times it is 0
 _MERGE_ROWS, _MERGE_TILES = 32, 32
 
 
@@ -129,22 +128,23 @@ def _epilogue(
         acc += tl.load(bias_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)[None, :]
     # in units of ln 2 from here on: one multiplication less for each exponential
     logit, derivative = logit_of(acc, (slope * LOG2E)[:, None], softcap_inverse, HAS_SOFTCAP)
-    logit = tl.where((columns < vocab)[None, :], logit, NOTHING)
+    # the target counts apart: its logit here and its logit of target_logits may differ in the last bits
+    counts = (columns < vocab)[None, :] & (columns[None, :] != target[:, None])
+    logit = tl.where(counts, logit, NOTHING)
     largest = tl.max(logit, 1)
     fits = largest - shift * LOG2E <= LARGEST * LOG2E  # false for NaN and for a shift of minus infinity
-    shift = tl.where(fits, shift, tl.where(largest == float("-inf"), 0.0, largest / LOG2E))
-    below = logit - (shift * LOG2E)[:, None]
+    base = tl.where(fits, shift * LOG2E, tl.where(largest == float("-inf"), 0.0, largest))
+    below = logit - base[:, None]
     exp = tl.exp2(below)
     if HAS_BIAS:
         below = tl.maximum(below, SHIFT_FLOOR)  # a token may be masked by its bias
     if STORE:
         stored = (exp * derivative).to(exp_desc.dtype)
         exp_desc.store([row_tile * ROWS, column_tile * COLUMNS], stored)
-    exp_rest = tl.where(columns[None, :] == target[:, None], 0.0, exp)
     at = column_tile.to(tl.int64) * tile_stride + rows
-    tl.store(tile_shift_ptr + at, shift, mask=row_inside)
-    tl.store(tile_sum_ptr + at, tl.sum(exp_rest, 1), mask=row_inside)
-    tl.store(tile_mean_ptr + at, tl.sum(exp_rest * below, 1) / LOG2E, mask=row_inside)
+    tl.store(tile_shift_ptr + at, tl.where(fits, shift, base / LOG2E), mask=row_inside)
+    tl.store(tile_sum_ptr + at, tl.sum(exp, 1), mask=row_inside)
+    tl.store(tile_mean_ptr + at, tl.sum(exp * below, 1) / LOG2E, mask=row_inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tile_stride"])
@@ -173,13 +173,12 @@ def exp_gemm_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WS: tl.constexpr = False,
 ):
     row_tiles = tl.cdiv(num_rows, ROWS)
     column_tiles = tl.cdiv(vocab, COLUMNS)
     depth_tiles = tl.cdiv(width, DEPTH)
     in_group = GROUP * column_tiles
-    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN, warp_specialize=WS):
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=FLATTEN):
         first = (tile // in_group) * GROUP
         height = min(row_tiles - first, GROUP)
         row_tile = first + (tile % in_group) % height
@@ -343,7 +342,6 @@ def exp_gemm(
     bias_V: Tensor | None = None,
     softcap_inverse: float = 0.0,
     config: GemmConfig = GEMM,
-    WS: bool = False,
 ) -> None:
     """What the product and exp_rows would make of these rows. Operands: `fits_exp_gemm`; the rest as in exp_rows."""
     num_rows, width = hidden_CH.shape
@@ -368,7 +366,7 @@ def exp_gemm(
         BLOCK=1024,
         num_warps=4,
     )
-    programs = _multiprocessors(hidden_CH.device) * config.per_sm
+    programs = _multiprocessors(hidden_CH.device)
     tile_stride = partials.sum_BC.stride(0)
     store = exp_CV.shape[1] > 0
     hidden_desc = TensorDescriptor.from_tensor(hidden_CH, [config.rows, config.depth])
@@ -396,7 +394,6 @@ def exp_gemm(
         GROUP=config.group,
         PROGRAMS=programs,
         FLATTEN=config.flatten,
-        WS=WS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -441,9 +438,8 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def fits_exp_gemm(hidden_NH: Tensor, weight_VH: Tensor) -> bool:
-    """bf16 operands whose rows start at multiples of 16 bytes, as TMA wants them."""
+def fits_exp_gemm(*operands: Tensor) -> bool:
+    """Whether their rows start at multiples of 16 bytes, as TMA wants them."""
     return all(
-        x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-        for x in (hidden_NH, weight_VH)
+        x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in operands
     )

@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from fastgrpo_kernels._chunks import Head, product
 from fastgrpo_kernels._exp_gemm import GEMM, Partials, exp_gemm, fits_exp_gemm
 from fastgrpo_kernels._exp_rows import RowStats, entropy_gradients, exp_rows
 
+INTERPRETED = triton.knobs.runtime.interpret  # by triton, on a CPU: decided when the kernels are defined
 SUB_ROWS = 1024  # rows whose fp32 logits exist at once
 _ROW_MULTIPLE = 256  # whole tiles of the products
 _LEADING = 64  # elements: rows of a buffer start at multiples of 128 bytes whatever the vocabulary
@@ -45,9 +47,9 @@ def make_plan(hidden_NH: Tensor, weight_VH: Tensor, chunk_bytes: int, *, epilogu
     """Rows a chunk from the bytes that all buffers of the walk may take together. `epilogue` None: what fits."""
     vocab, width = weight_VH.shape
     padded = _round_up(vocab, _LEADING)
-    fits = fits_exp_gemm(hidden_NH, weight_VH)
     if epilogue is None:
-        epilogue = fits and _has_tma(hidden_NH.device)
+        epilogue = weight_VH.dtype == torch.bfloat16 and _has_tma(hidden_NH.device)
+    epilogue = epilogue and fits_exp_gemm(hidden_NH, weight_VH)
     row_bytes = padded * weight_VH.element_size() + 4 * width  # D, and room for dX in fp32 or for scale * X
     if epilogue:
         row_bytes += 4 * (3 * _round_up(vocab, GEMM.columns) // (GEMM.columns // 2) + 2)

@@ -190,7 +190,7 @@ def _kl_terms(log_ratio_N: Tensor, kl_type: str) -> tuple[Tensor, Tensor]:
             growth_N = (-d_N).expm1()  # keeps the digits that exp(.) - 1 would lose near 0
             value_N, slope_N = growth_N + d_N, -growth_N
         case "kl" | "k1":
-            value_N, slope_N = d_N, torch.ones_like(d_N)
+            value_N, slope_N = d_N, torch.where(d_N.isnan(), d_N, 1.0)
         case "mse" | "k2":
             value_N, slope_N = 0.5 * d_N.square(), d_N
         case "abs":

@@ -33,6 +33,7 @@ from fastgrpo_kernels._chunks import (
     operand,
     row_slices,
     row_vector,
+    scaled,
     softmax_rows,
     temperature_rows,
 )
@@ -79,6 +80,7 @@ class _LinearGrpoLoss(torch.autograd.Function):
         run = _run_reference if call.impl == "reference" else _run_triton
         outputs = run(hidden_NH, head, call, gradients)
         ctx.save_for_backward(*gradients.finish())
+        ctx.dtypes = hidden_NH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
@@ -87,8 +89,9 @@ class _LinearGrpoLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         # not in place: a second backward over a retained graph must find them as they were
-        scaled = (None if dloss is None or grad is None else grad * dloss for grad in ctx.saved_tensors)
-        return *scaled, None
+        dtypes = ctx.dtypes if dloss is not None else ()
+        gradients = [scaled(x, dloss, dtype) for x, dtype in zip(ctx.saved_tensors, dtypes, strict=False)]
+        return *(gradients or [None] * 3), None
 
 
 def _run_reference(hidden_NH: Tensor, head: Head, call: _Call, gradients: HeadGradients) -> GrpoLoss:
@@ -238,8 +241,8 @@ def linear_grpo_loss(
     A row of weight 0 adds exactly nothing, whatever its target, advantage and given logprobs hold, NaN too; its ratio
     is 1, its kl 0, its flags 0. Gather such rows out beforehand where you can: here they cost as much as any other.
 
-    Returns GrpoLoss. From forward to backward the gradients are kept, of hidden and of weight, in their own dtypes
-    (summed in fp32 before); the backward only scales them. Under no_grad none are made. With N = 0 the loss is 0 and
+    Returns GrpoLoss. From forward to backward the gradients are kept, of hidden in its dtype, of weight in fp32; the
+    backward scales and casts them. Under no_grad none are made. With N = 0 the loss is 0 and
     the gradients are zeros. Raises ValueError for shapes, dtypes, devices and settings that do not fit, and for
     DTensors.
     """

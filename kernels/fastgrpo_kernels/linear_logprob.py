@@ -71,7 +71,11 @@ class _LinearLogprob(torch.autograd.Function):
             gradients = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad[:3], call.weight_grad_VH)
             backward = _backward_reference if call.impl == "reference" else _backward_triton
             backward(hidden_NH, head, target_N, temperature_N, dlogprob_N, dentropy_N, call, gradients)
-            return *gradients.finish(), None, None, None
+            hidden_grad_NH, *others = gradients.finish()
+            cast = [
+                None if x is None else x.to(like.dtype) for x, like in zip(others, (weight_VH, bias_V), strict=True)
+            ]
+            return hidden_grad_NH, *cast, None, None, None
 
 
 def _forward_reference(
@@ -169,14 +173,15 @@ def linear_logprob(
     target_N [N] int64. One outside the vocabulary gets logprob NaN: to refuse it would be to wait for the device.
     temperature: a positive number, or one for each row, [N] float32; a constant, as far as gradients go.
     bias_V [V]; logit_scale and softcap (0 = none): what the model does to its logits, before the temperature.
-    chunk_bytes: what the working buffers of a call may take, by default 2500 MiB on CUDA and 256 MiB elsewhere; besides
+    chunk_bytes: what the working buffers of a call may take, by default 2600 MiB on CUDA and 256 MiB elsewhere; besides
         them there are the gradients, and the weight's in fp32. A chunk has at least 256 rows. (The reference form takes
         it as the size of one fp32 buffer of logits, of which two to four live at once, and goes down to 1 row.)
     weight_grad_VH [V, H] fp32: an accumulator that the backward adds the weight's gradient to; autograd then returns
         none for the weight. For use without FSDP.
     impl: `auto` (Triton on CUDA; elsewhere, and for float64, the reference), `reference` (chunks in plain torch), or
-        one of the Triton forms: `epilogue` (the softmax inside of the product; bfloat16 on compute capability 9, which
-        `auto` takes there) and `rows` (cuBLAS and a kernel over stored logits).
+        one of the Triton forms: `epilogue` (the softmax inside of the product; what `auto` takes for bfloat16 on
+        compute capability 9; needs rows that start at multiples of 16 bytes, or it is `rows`) and `rows` (cuBLAS and a
+        kernel over stored logits).
 
     Returns (logprob_N, entropy_N), fp32. Gradients flow to hidden, weight and bias through both, where required; the
     backward makes the logits again, and under no_grad nothing is kept. The results depend on chunk_bytes and N only by

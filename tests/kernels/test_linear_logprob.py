@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -222,7 +224,8 @@ def test_target_outside_the_vocabulary_is_nan_and_leaves_others_alone():
     logprob, entropy = linear_logprob(*inputs, broken)
     want = linear_logprob(*clean, target)
     assert logprob.isnan().tolist() == [False, True, True, False]
-    assert torch.equal(logprob[[0, 3]], want[0][[0, 3]]) and torch.equal(entropy, want[1])
+    assert torch.equal(logprob[[0, 3]], want[0][[0, 3]]) and torch.equal(entropy[[0, 3]], want[1][[0, 3]])
+    torch.testing.assert_close(entropy, want[1], rtol=1e-6, atol=1e-6)
     logprob[[0, 3]].sum().backward()
     want[0][[0, 3]].sum().backward()
     assert torch.equal(inputs[0].grad, clean[0].grad) and torch.equal(inputs[1].grad, clean[1].grad)
@@ -364,10 +367,19 @@ def test_a_sharded_weight_is_refused():
             torch.distributed.destroy_process_group()
 
 
-def test_package_imports_torch_alone():
+def test_package_imports_torch_and_triton_alone():
     package = Path(fastgrpo_kernels.__file__).parent
     nodes = [node for path in package.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"torch", "fastgrpo_kernels"}
+    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {
+        "torch",
+        "triton",
+        "fastgrpo_kernels",
+    }
+    lazily = subprocess.run(
+        [sys.executable, "-c", "import sys, fastgrpo_kernels; print('triton' in sys.modules)"],
+        env={**os.environ, "PYTHONPATH": str(package.parent)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert lazily.stdout.strip() == "False"
     assert not (package.parent / "__init__.py").exists()  # a package called `kernels` would be taken for another one

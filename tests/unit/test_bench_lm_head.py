@@ -174,7 +174,7 @@ def test_compiled_chunks_formula(prepared):
 def test_bare_products_in_chunks_fill_the_same_shapes(prepared, monkeypatch):
     inputs, _ = prepared
     calls = []
-    monkeypatch.setattr("lm_head_own.rows_per_chunk", lambda vocab, budget: 32)
+    monkeypatch.setattr("lm_head_own.own_chunk_rows", lambda hidden, weight: 32)
 
     def record(a, b, out, add=False):
         calls.append((a.shape, b.shape, out.shape, add))
