@@ -82,7 +82,7 @@ def score_head(
     batch: ShardedBatch,
     *,
     temperature: float,
-    kernel: KernelChoice = KernelChoice(),  # noqa: B008 - frozen
+    kernel: KernelChoice = KernelChoice(),
 ) -> Scored:
     """Logprob of each row's target and entropy of its distribution, by the product and the cut of the training heads
     with the same `kernel`: with unchanged weights the ratio to it is exactly 1."""
