@@ -22,6 +22,7 @@ class Clock:
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
         self.memory: dict[str, float] = {}  # GiB of this rank's device; empty on a CPU
+        self._work: tuple[str, float] | None = None
         self._start = time.perf_counter()
 
     @contextmanager
@@ -38,6 +39,19 @@ class Clock:
             free, total = torch.cuda.mem_get_info(self._device)
             self.memory["perf/rollout_gib"] = (total - free) / _GIB
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def note_work(self, phase: str, peak_seconds: float | None) -> None:
+        """`peak_seconds`: what the phase would take a device at its peak (flops.py); None: nobody knows the peak."""
+        if peak_seconds is not None:
+            self._work = (phase, peak_seconds)
+
+    @property
+    def mfu(self) -> dict[str, float]:
+        """perf/mfu: the share of the device's peak that the noted phase reached; empty where that is unknown."""
+        if self._work is None:
+            return {}
+        phase, peak_seconds = self._work
+        return {"perf/mfu": peak_seconds / self._seconds[phase]}
 
     def finish(self) -> dict[str, float]:
         """All phases, and the whole under `step`. Notes the peak of torch's memory since the rollout, engine asleep."""

@@ -60,7 +60,7 @@ def summarise(samples: Sequence[Sample]) -> Validation:
         "val/scored": float(len(totals)),
         "val/unscored": float(len(samples) - len(totals)),
         "val/response_length": sum(len(rollout.response_ids) for rollout in rollouts) / max(1, len(rollouts)),
-        "val/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / max(1, len(rollouts)),
+        "val/truncated": sum(rollout.truncated for rollout in rollouts) / max(1, len(rollouts)),
     }
     if mean is not None:
         metrics["val/reward"] = mean

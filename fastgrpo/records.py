@@ -76,12 +76,18 @@ class Rollout:
     response_ids: np.ndarray  # [L] int32
     response_mask: np.ndarray  # [L] bool: tokens that the policy drew (tool output, when there is any, is false)
     sampler_logprobs: np.ndarray | None  # [L] float32; None: not comparable or not asked for
-    finish_reason: str  # "stop": an end token was drawn; "length": max_tokens reached
+    finish_reason: str  # "stop": an end token was drawn; "length": max_tokens reached; "time": rollout.max_seconds
     weight_version: int  # updates the weights had seen
+    seconds: float = 0.0  # from the start of its engine's call to its last token; 0: the engine does not say
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut, by its length or by the clock, before it came to an end of its own."""
+        return self.finish_reason != "stop"
 
 
 @dataclass(frozen=True, slots=True)

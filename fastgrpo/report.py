@@ -2,6 +2,7 @@
 
     runs/<experiment>-<time>/
         config.yaml            the configuration as it was run
+        engine.json            what drew the answers: library, version, model runner
         metrics.jsonl          a row a step, everything
         rollouts/step_*.jsonl  every sample with its reward
         validation/step_*.jsonl
@@ -13,6 +14,7 @@ Only rank 0 writes; on the other ranks every method returns at once.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ from fastgrpo.records import StepRecord
 
 
 class Report:
-    def __init__(self, config: RunConfig, mesh: Mesh, total_steps: int) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, total_steps: int, engine: Mapping[str, str]) -> None:
         trainer = config.trainer
         stamp = time.strftime("%Y%m%d-%H%M%S")
         self.folder = Path(
@@ -37,6 +39,7 @@ class Report:
         )
         self._on = mesh.is_main
         self._config = config
+        self._engine = engine
         self._total_steps = total_steps
         self._start = time.monotonic()
         self._validations: list[tuple[int, Validation]] = []
@@ -52,6 +55,7 @@ class Report:
         (self.folder / "config.yaml").write_text(
             yaml.safe_dump(to_document(self._config), allow_unicode=True, sort_keys=False)
         )
+        (self.folder / "engine.json").write_text(json.dumps(dict(self._engine), indent=1) + "\n")
         self._loggers.append(JsonlFile(self.folder / "metrics.jsonl"))
         if "tensorboard" in trainer.logger:
             self._loggers.append(TensorBoard(self.folder / "tensorboard"))

@@ -19,16 +19,18 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from fastgrpo import console, hub
-from fastgrpo.batch.mini_batches import Share
+from fastgrpo.batch.mini_batches import MiniBatch, Share
 from fastgrpo.batch.packing import attention_cost
 from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, total_steps, uses_reference
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
+from fastgrpo.flops import ModelFlops, peak_flops
 from fastgrpo.gpu import settle_memory
 from fastgrpo.launch import count_gpus, resolve_device
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
-from fastgrpo.policy.model import Policy, build_policy
+from fastgrpo.policy.head import OutputLayer
+from fastgrpo.policy.model import Policy, blocks, build_policy
 from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo.records import Sampling
 from fastgrpo.reward import RewardRunner, build_rewards
@@ -54,6 +56,15 @@ class Stages:
     engine_bytes: int  # of torch's memory, counted also while the engine sleeps; 0 on a CPU
     share: Share
     sampling: Sampling
+    flops: ModelFlops
+    peak_flops: float | None  # of this rank's device; None: unknown
+
+    def peak_seconds(self, mini_batches: Sequence[MiniBatch], passes: int) -> float | None:
+        """What the update's work would take the devices at their peak; None where that is unknown."""
+        if self.peak_flops is None:
+            return None
+        work = sum(self.flops.training(batch.lengths, batch.head_rows) for batch in mini_batches)
+        return passes * work / (self.mesh.world * self.peak_flops)
 
 
 def build_stages(
@@ -109,7 +120,26 @@ def build_stages(
     )
     sampling = _sampling(config, mesh)
     return Stages(
-        config, plan, layout, mesh, tokenizer, train, val, steps, rewards, actor, engine, engine_bytes, share, sampling
+        config,
+        plan,
+        layout,
+        mesh,
+        tokenizer,
+        train,
+        val,
+        steps,
+        rewards,
+        actor,
+        engine,
+        engine_bytes,
+        share,
+        sampling,
+        flops=_flops(model_config, policy),
+        peak_flops=peak_flops(
+            torch.cuda.get_device_name(mesh.device) if device_type == "cuda" else "cpu",
+            config.trainer.peak_tflops,
+            compute_dtype(config.actor.dtype, device_type),
+        ),
     )
 
 
@@ -174,11 +204,25 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, .
     return tuple(dict.fromkeys(found))
 
 
+def _flops(config: PretrainedConfig, policy: Policy) -> ModelFlops:
+    lm = policy.module.lm
+    return ModelFlops.of(
+        blocks(lm),
+        OutputLayer.of(lm).weight_VH,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        head_dim=_head_dim(config),
+    )
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _cost(config: PretrainedConfig, policy: Policy) -> Callable[[int], float]:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return attention_cost(
         num_parameters=sum(parameter.numel() for parameter in policy.module.parameters()),
         num_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(config),
     )

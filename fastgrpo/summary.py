@@ -72,7 +72,9 @@ def make_record(
             "perf/tokens_per_s": sum(sample.rollout.num_tokens for sample in samples) / timings["step"],
         }
         | {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
+        | {"timing_s/gen_tail": tail_seconds([sample.rollout for sample in samples])}
         | clock.memory
+        | clock.mfu
     )
     n = config.rollout.n
     return StepRecord(
@@ -111,19 +113,28 @@ def length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Of what the engine drew, before anything was filtered."""
     lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts], dtype=torch.float64)
     prompts = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts], dtype=torch.float64)
-    truncated = torch.tensor([rollout.finish_reason == "length" for rollout in rollouts])
+    truncated = torch.tensor([rollout.truncated for rollout in rollouts])
+    cut = torch.tensor([rollout.finish_reason == "time" for rollout in rollouts])
     stopped = lengths[~truncated]
     metrics = {
         "response_length/mean": lengths.mean().item(),
         "response_length/min": lengths.min().item(),
         "response_length/max": lengths.max().item(),
         "response_length/truncated": truncated.double().mean().item(),
+        "response_length/cut_by_time": cut.double().mean().item(),
         "prompt_length/mean": prompts.mean().item(),
         "prompt_length/max": prompts.max().item(),
     }
     if stopped.numel():
         metrics["response_length/stopped_mean"] = stopped.mean().item()
     return metrics
+
+
+def tail_seconds(rollouts: Sequence[Rollout]) -> float:
+    """Seconds at the end of the generation with under 10 % of the sequences alive: what the longest cost alone. Engines
+    start together, so their clocks are taken for one."""
+    ends = sorted(rollout.seconds for rollout in rollouts)
+    return ends[-1] - ends[9 * len(ends) // 10]  # when more than 9 in 10 had ended
 
 
 def _by_group(values_N: Sequence[T], n: int) -> list[list[T]]:

@@ -58,7 +58,7 @@ class Trainer:
         """All steps. With validation data it validates before the first (`val_before_train`), every `test_freq` and
         after the last."""
         s, trainer = self.stages, self.config.trainer
-        report = Report(self.config, s.mesh, s.total_steps)
+        report = Report(self.config, s.mesh, s.total_steps, s.engine.info)
         has_val = len(s.val) > 0
         if has_val and trainer.val_before_train:
             self.validate(report)
@@ -96,6 +96,7 @@ class Trainer:
             sums = Sums()
             update = s.actor.update(mini_batches, old_R, ref_R, sums)
             reduced = sums.reduce(s.mesh)
+        clock.note_work("update", s.peak_seconds(mini_batches, config.actor.ppo_epochs))
         self._watch_gap(reduced)
         self.steps_done += 1
         self._rows = answer_rows(samples, prompts)

@@ -41,6 +41,8 @@ class Share:
 class MiniBatch:
     micro: tuple[ShardedBatch, ...]  # this rank's; as many on every rank
     loss_tokens: int  # counted over all ranks; 0: nothing to learn from, the update is skipped
+    lengths: tuple[int, ...] = ()  # tokens as packed of each sequence that runs, on whatever rank
+    head_rows: int = 0  # tokens of those that carry a loss
 
 
 def build_mini_batches(
@@ -68,17 +70,27 @@ def build_mini_batches(
             max_response_length=max_response_length,
             loss_scale_factor=loss_scale_factor,
         ).numpy()
-        trained_N = in_batch_N if keep_zero_advantage else in_batch_N & (advantages_N != 0)
+        trained_N = in_batch_N & (loss_tokens_N.numpy() > 0)  # one that was cut before its first token has none
+        if not keep_zero_advantage:
+            trained_N &= advantages_N != 0
         rows = np.flatnonzero(trained_N).tolist()
         micro = _pack_rows(rollouts, rows, advantages_N, weights_N, share, scoring=False)
-        mini_batches.append(MiniBatch(micro, int(loss_tokens_N.numpy()[in_batch_N].sum())))
+        mini_batches.append(
+            MiniBatch(
+                micro,
+                loss_tokens=int(loss_tokens_N.numpy()[in_batch_N].sum()),
+                lengths=tuple(rollouts[row].num_tokens - 1 for row in rows),
+                head_rows=int(loss_tokens_N.numpy()[rows].sum()),
+            )
+        )
     return mini_batches
 
 
 def build_scoring_batches(rollouts: Sequence[Rollout], share: Share) -> tuple[ShardedBatch, ...]:
     """All response tokens of all rollouts, weighted or not: for comparing sampler and trainer."""
     zeros = np.zeros(len(rollouts))
-    return _pack_rows(rollouts, list(range(len(rollouts))), zeros, zeros, share, scoring=True)
+    rows = [row for row, rollout in enumerate(rollouts) if len(rollout.response_ids)]
+    return _pack_rows(rollouts, rows, zeros, zeros, share, scoring=True)
 
 
 def _pack_rows(

@@ -47,6 +47,8 @@ AT_LEAST_0 = (
     "trainer.show_group_freq",
 )
 ABOVE_0 = (
+    "rollout.max_seconds",
+    "trainer.peak_tflops",
     "reward.timeout_s",
     "rollout.temperature",
     "rollout.top_p",

@@ -124,7 +124,9 @@ class RolloutConfig:
     max_num_seqs: int = 256  # sequences decoded at once by one engine
     max_num_batched_tokens: int = 8192  # tokens one engine iteration prefills
     kv_cache_gib: float | None = None  # GiB of KV cache a rank; null: the memory plan's (CUDA), 2 (CPU)
+    max_seconds: float | None = None  # of one rollout or validation; what still runs is cut and counted; null: none
     enforce_eager: bool = False  # no CUDA graphs: starts faster, generates slower
+    cudagraph_capture_sizes: list[int] | None = None  # sequences; default: up to what one engine decodes at once
     sleep_level: int = 2  # CUDA: 2 drops the engine's weights while training, 1 keeps a copy in host memory
     dtype: Dtype = Dtype["auto"]  # engine weights; auto: as the trainer's compute
     max_logprob_gap: float = 0.1  # nats; mean |sampler - trainer| above it stops the run
@@ -217,6 +219,7 @@ class TrainerConfig:
     save_final: bool = True  # a Hugging Face folder of the trained model at the end
     test_freq: int = -1  # steps; -1 = only before and after
     val_before_train: bool = True
+    peak_tflops: float | None = None  # 1e12 FLOP/s of one GPU, for perf/mfu; default: bfloat16's, by the GPU's name
     show_group_freq: int = 10  # steps between two groups shown on the console; 0 = never
 
 

@@ -24,6 +24,19 @@ def sleep_level_is_1_or_2(c: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"{at(c, 'rollout.sleep_level')} must be 2 (drop the engine's weights) or 1 (keep them in host memory)"
 
 
+def graph_sizes_are_used(c: RunConfig, layout: Layout) -> Iterator[str]:
+    sizes = c.rollout.cudagraph_capture_sizes
+    if sizes is None:
+        return
+    if not sizes or min(sizes) < 1:
+        yield f"{at(c, 'rollout.cudagraph_capture_sizes')} must hold numbers of sequences, each 1 or more"
+    if c.rollout.enforce_eager:
+        yield (
+            f"{at(c, 'rollout.cudagraph_capture_sizes')} has no use with rollout.enforce_eager=true, which makes no "
+            "CUDA graphs; set one of them only"
+        )
+
+
 def loggers_are_known(c: RunConfig, layout: Layout) -> Iterator[str]:
     for name in c.trainer.logger:
         if name not in LOGGERS:

@@ -11,7 +11,7 @@ ranks of one tensor-parallel group are given the same requests and return the sa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,11 @@ WeightExport = Callable[[], Iterator[tuple[str, "Tensor"]]]
 
 
 class RolloutEngine(Protocol):
+    @property
+    def info(self) -> Mapping[str, str]:
+        """What served, for the run's records: library, version and what else decides what is drawn."""
+        ...
+
     def awake(self, export: WeightExport, version: int) -> AbstractContextManager[None]:
         """Wake with the weights of `version` (loaded through `export` when the engine does not hold them yet), sleep on
         leaving. `version` counts the policy's updates."""

@@ -11,12 +11,14 @@ B rows of a batch, V vocabulary, L tokens of the longest prompt, T tokens of the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -54,6 +56,8 @@ class HfEngine:
         self._device = mesh.device
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=mesh.device)
         self._max_rows = config.rollout.max_num_seqs
+        self._max_seconds = config.rollout.max_seconds
+        self.info = {"library": "transformers", "version": transformers.__version__, "dtype": str(dtype)}
         self._is_awake = False
         self._version: int | None = None
 
@@ -79,9 +83,10 @@ class HfEngine:
             range(len(requests)), key=lambda index: -len(requests[index].ids)
         )  # alike lengths: little padding
         rollouts: dict[int, Rollout] = {}
+        started = time.perf_counter()
         for start in range(0, len(order), self._max_rows):
             rows = order[start : start + self._max_rows]
-            rollouts |= zip(rows, self._generate_batch([requests[row] for row in rows], sampling), strict=True)
+            rollouts |= zip(rows, self._generate_batch([requests[row] for row in rows], sampling, started), strict=True)
         return [rollouts[index] for index in range(len(requests))]
 
     def close(self) -> None:
@@ -100,7 +105,8 @@ class HfEngine:
         if unfed:
             raise RuntimeError(f"{len(unfed)} parameters were given no value, {sorted(unfed)[0]} among them.")
 
-    def _generate_batch(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+    def _generate_batch(self, requests: Sequence[Request], sampling: Sampling, started: float) -> list[Rollout]:
+        """Past rollout.max_seconds since `started` a batch draws one more token and is cut."""
         ids_BL, mask_BL = self._pad_left(requests)
         generators = [torch.Generator(self._device).manual_seed(request.seed) for request in requests]
         processors = _processors(sampling)
@@ -108,6 +114,7 @@ class HfEngine:
         length_B, ended_B = torch.zeros_like(budget_B), torch.zeros_like(budget_B, dtype=torch.bool)
         chosen: list[Tensor] = []  # T of [B]
         logprobs: list[Tensor] = []
+        seconds: list[float] = []  # since `started`, after each token
         cache = DynamicCache(config=self._model.config)
         input_ids, positions = ids_BL, (mask_BL.cumsum(1) - 1).clamp(min=0)  # a padded row counts from its first token
         while True:
@@ -126,7 +133,9 @@ class HfEngine:
             running_B = ~ended_B & (length_B < budget_B)
             length_B += running_B
             ended_B |= running_B & torch.isin(chosen[-1], self._end_ids)
-            if not (~ended_B & (length_B < budget_B)).any():
+            seconds.append(time.perf_counter() - started)
+            out_of_time = self._max_seconds is not None and seconds[-1] > self._max_seconds
+            if out_of_time or not (~ended_B & (length_B < budget_B)).any():
                 break
             ids_BL = torch.cat([ids_BL, token_B1], dim=1)
             mask_BL = torch.cat([mask_BL, torch.ones_like(token_B1)], dim=1)
@@ -135,7 +144,13 @@ class HfEngine:
         logprobs_BT = torch.stack(logprobs, dim=1).cpu().numpy() if logprobs else [None] * len(requests)
         rows = zip(requests, tokens_BT, logprobs_BT, length_B.tolist(), ended_B.tolist(), strict=True)
         return [
-            self._rollout(request, tokens_T[:length], None if logprobs_T is None else logprobs_T[:length], ended)
+            self._rollout(
+                request,
+                tokens_T[:length],
+                None if logprobs_T is None else logprobs_T[:length],
+                "stop" if ended else "length" if length == request.max_tokens else "time",
+                seconds[length - 1],
+            )
             for request, tokens_T, logprobs_T, length, ended in rows
         ]
 
@@ -146,7 +161,9 @@ class HfEngine:
         mask = [[0] * (longest - len(request.ids)) + [1] * len(request.ids) for request in requests]
         return torch.tensor(rows, device=self._device), torch.tensor(mask, device=self._device)
 
-    def _rollout(self, request: Request, tokens: np.ndarray, logprobs: np.ndarray | None, ended: bool) -> Rollout:
+    def _rollout(
+        self, request: Request, tokens: np.ndarray, logprobs: np.ndarray | None, finish_reason: str, seconds: float
+    ) -> Rollout:
         assert self._version is not None
         return Rollout(
             uid=request.uid,
@@ -156,8 +173,9 @@ class HfEngine:
             response_ids=tokens,
             response_mask=np.ones(tokens.shape, dtype=np.bool_),
             sampler_logprobs=logprobs,
-            finish_reason="stop" if ended else "length",
+            finish_reason=finish_reason,
             weight_version=self._version,
+            seconds=seconds,
         )
 
 

@@ -6,23 +6,24 @@
                sleep                                                      (level 2 drops the weights, 1 keeps a copy)
 
 The engine never reads a weight file: what it serves is what `export` gave it, so a name that does not fit shows at
-the first step. On a CPU vLLM cannot sleep; there the phases only gate `generate`.
+the first step. On a CPU vLLM cannot sleep; there the phases only gate `generate`, which is vllm_draw.py.
 
-The only file that imports vllm; it is itself imported only when the engine is chosen.
+Only the files vllm*.py of this folder import vllm, and only when it is chosen.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastgrpo.config import Layout, RunConfig
@@ -31,6 +32,9 @@ from fastgrpo.mesh import Mesh
 from fastgrpo.records import Request, Rollout, Sampling
 from fastgrpo.rollout.engine import WeightExport, engine_dtype, reports_logprobs
 from fastgrpo.rollout.process_state import kept_process_state
+from fastgrpo.rollout.vllm_draw import Drawn, draw
+from fastgrpo.rollout.vllm_graphs import capture_sizes
+from fastgrpo.rollout.vllm_load import load_and_repack, load_in_place
 
 _GIB = 1 << 30
 _KV_CACHE_GIB = 2.0  # when nobody decides: on CUDA a run's memory plan does (fastgrpo/plan)
@@ -41,16 +45,24 @@ class VllmEngine:
     for the whole batch and V1 in a loop over its rows, so their samples differ."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, model_dir: Path, end_ids: tuple[int, ...]) -> None:
-        llm_class, self._params_class = _import_vllm(mesh.device.type)
+        llm_class, self._params_class, self._final_only = _import_vllm(mesh.device.type)
         self._on_cuda = mesh.device.type == "cuda"
         self._end_ids = end_ids
         self._sleep_level = config.rollout.sleep_level
+        self._max_seconds = config.rollout.max_seconds
+        self._mesh = mesh
         self._is_awake = False
         self._version: int | None = None  # of the weights that the engine holds; None: none worth serving
         with kept_process_state(), warnings.catch_warnings(action="ignore", category=FutureWarning):
             self._llm = llm_class(**_engine_arguments(config, mesh, model_dir))
         _keep_process_group(self._llm.llm_engine.engine_core)
         self.runner = "V2" if self._llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
+        self.info = {
+            "library": "vllm",
+            "version": importlib.import_module("vllm").__version__,
+            "model_runner": self.runner,
+            "dtype": engine_dtype(config, mesh.device.type),
+        }
         self._sleep()
 
     @contextmanager
@@ -71,13 +83,10 @@ class VllmEngine:
             raise RuntimeError("generate() outside of `with engine.awake(...)`: the engine sleeps.")
         if not requests:  # fewer groups than engines
             return []
-        prompts = [{"prompt_token_ids": list(request.ids)} for request in requests]
         params = [self._sampling_params(request, sampling) for request in requests]
         with kept_process_state():
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        for request, output in zip_longest(requests, outputs):
-            _check_answer(request, output, len(requests), len(outputs))
-        return [self._rollout(request, output.outputs[0]) for request, output in zip(requests, outputs, strict=True)]
+            drawn = draw(self._llm, requests, params, max_seconds=self._max_seconds, on_any_rank=self._on_any_rank)
+        return [self._rollout(request, one) for request, one in zip(requests, drawn, strict=True)]
 
     def close(self) -> None:
         # vLLM's own shutdown would end the default process group, so only its worker and its own groups go.
@@ -110,7 +119,7 @@ class VllmEngine:
             self._version = None
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        load = _load_in_place if self._on_cuda else _load_and_repack
+        load = load_in_place if self._on_cuda else load_and_repack
         model_config = self._llm.llm_engine.model_config
         with torch.no_grad():
             [unfed] = self._llm.apply_model(lambda model: load(model, weights, model_config))
@@ -131,34 +140,38 @@ class VllmEngine:
             repetition_penalty=sampling.repetition_penalty,
             stop_token_ids=list(self._end_ids),
             logprobs=0 if reports_logprobs(sampling) else None,  # 0: of the drawn token alone
-            flat_logprobs=True,  # one list a sequence instead of an object a token
+            output_kind=self._final_only,
             detokenize=False,
             skip_special_tokens=False,
         )
 
-    def _rollout(self, request: Request, completion: Any) -> Rollout:
+    def _rollout(self, request: Request, drawn: Drawn) -> Rollout:
         assert self._version is not None
-        response_ids = np.asarray(completion.token_ids, dtype=np.int32)
-        logprobs = None
-        if completion.logprobs is not None:
-            logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
-            if logprobs.shape != response_ids.shape:
-                raise RuntimeError(f"vLLM gave {logprobs.size} logprobs for {response_ids.size} tokens: {request.uid}.")
         return Rollout(
             uid=request.uid,
             sample=request.sample,
             attempt=request.attempt,
             prompt_ids=request.ids,
-            response_ids=response_ids,
-            response_mask=np.ones(response_ids.shape, dtype=np.bool_),
-            sampler_logprobs=logprobs,
-            finish_reason=completion.finish_reason,
+            response_ids=drawn.token_ids,
+            response_mask=np.ones(drawn.token_ids.shape, dtype=np.bool_),
+            sampler_logprobs=drawn.logprobs,
+            finish_reason=drawn.finish_reason,
             weight_version=self._version,
+            seconds=drawn.seconds,
         )
 
+    def _on_any_rank(self, flag: bool) -> bool:
+        """The ranks of one engine must go the same way: their clocks differ, their collectives must not."""
+        if self._mesh.tp == 1:
+            return flag
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._mesh.tp_group)
+        return bool(flags)
 
-def _import_vllm(device_type: str) -> tuple[Any, Any]:
-    """vLLM's LLM and SamplingParams, its environment set first. Raises UserError when it cannot serve `device_type`."""
+
+def _import_vllm(device_type: str) -> tuple[Any, Any, Any]:
+    """vLLM's LLM, SamplingParams and RequestOutputKind.FINAL_ONLY, its environment set first. Raises UserError when
+    it cannot serve `device_type`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # external_launcher: the engine core lives in this process
     os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # colocated engines were tried without it only
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings at start speak of what is set here on purpose
@@ -168,6 +181,7 @@ def _import_vllm(device_type: str) -> tuple[Any, Any]:
     try:
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
+        from vllm.sampling_params import RequestOutputKind
     except ModuleNotFoundError as error:
         if error.name == "vllm":
             raise UserError(f"rollout.name=vllm, but vLLM is not installed: {remedy}.") from None
@@ -179,7 +193,7 @@ def _import_vllm(device_type: str) -> tuple[Any, Any]:
             f"The installed vLLM serves on {current_platform.device_type or 'no device it finds'}, "
             f"this run is on {device_type}: {remedy}, or set trainer.device."
         )
-    return LLM, SamplingParams
+    return LLM, SamplingParams, RequestOutputKind.FINAL_ONLY
 
 
 def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[str, Any]:
@@ -192,6 +206,7 @@ def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[st
         skip_tokenizer_init=True,
         trust_remote_code=config.model.trust_remote_code,
         distributed_executor_backend="external_launcher",
+        worker_cls="fastgrpo.rollout.vllm_worker.NotingWorker",
         tensor_parallel_size=mesh.tp,
         disable_custom_all_reduce=True,
         seed=config.trainer.seed + mesh.engine,  # equal inside a TP group, as its ranks must draw alike
@@ -217,6 +232,7 @@ def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[st
     free, total = torch.cuda.mem_get_info(mesh.device)
     # The share of the whole GPU decides nothing beside an explicit cache size, but is checked against what is free.
     return arguments | dict(
+        compilation_config={"cudagraph_capture_sizes": capture_sizes(config, mesh.engines)},
         gpu_memory_utilization=0.9 * free / total,
         # Logits stored in bfloat16 are off by hundredths of a nat.
         hf_overrides={"head_dtype": "float32"},
@@ -228,36 +244,3 @@ def _keep_process_group(core_client: Any) -> None:
     finalizer = getattr(core_client, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
-
-
-def _load_in_place(model: Any, weights: Iterator[tuple[str, Tensor]], model_config: Any) -> set[str]:
-    """Copies into the tensors that the CUDA graphs read. Names of the parameters that were given no value."""
-    loaded = model.load_weights(weights)
-    return {name for name, _ in model.named_parameters()} - loaded
-
-
-def _load_and_repack(model: Any, weights: Iterator[tuple[str, Tensor]], model_config: Any) -> set[str]:
-    """For the CPU, where each matrix is packed for its GEMM after loading and the original is dropped."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    names = {name for name, _ in model.named_parameters()}
-    initialize_layerwise_reload(model)
-    # vLLM holds a layer's tensors until it has all of them (q, k and v are one matrix), the exporter does not.
-    loaded = model.load_weights((name, tensor.clone()) for name, tensor in weights)
-    finalize_layerwise_reload(model, model_config)
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):  # one tied to the embedding is not loaded, so not packed again
-            module.quant_method.process_weights_after_loading(module)
-    return names - loaded
-
-
-def _check_answer(request: Request | None, output: Any, num_requests: int, num_outputs: int) -> None:
-    if request is None:
-        raise RuntimeError(f"vLLM returned {num_outputs} outputs for {num_requests} requests.")
-    where = f"prompt {request.uid}, sample {request.sample} ({len(request.ids)} + {request.max_tokens} tokens)"
-    if output is None or tuple(output.prompt_token_ids) != request.ids:
-        raise RuntimeError(f"vLLM returned {num_outputs} outputs for {num_requests} requests; it lost {where}.")
-    reasons = [completion.finish_reason for completion in output.outputs]
-    if reasons not in (["stop"], ["length"]):
-        raise RuntimeError(f"vLLM did not finish {where}: finish reasons {reasons}.")

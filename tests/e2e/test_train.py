@@ -68,6 +68,7 @@ def test_quickstart_leaves_everything_it_promises(tmp_path: Path, tiny_model: Pa
     for step in (0, 2):  # 2 held-out sums in 4 wordings
         assert len(rows(run / "validation" / f"step_{step:06d}.jsonl")) == 8
     assert (run / "reward.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert json.loads((run / "engine.json").read_text())["library"] == "transformers"
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     before = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     assert set(model.state_dict()) == set(before)
@@ -117,6 +118,9 @@ def test_the_real_engine_agrees_with_the_trainer(tmp_path: Path, tiny_model: Pat
     [run] = (tmp_path / "runs").iterdir()
     steps = [row for row in rows(run / "metrics.jsonl") if "timing_s/step" in row]
     assert len(steps) == 3
+    engine = json.loads((run / "engine.json").read_text())
+    assert engine["library"] == "vllm" and engine["model_runner"] in ("V1", "V2") and engine["version"][0] == "0"
+    assert all(0 <= row["timing_s/gen_tail"] <= row["timing_s/gen"] for row in steps)
     # New weights reached the engine each time: stale ones would show as a gap of the size of the updates.
     assert all(row["actor/trained_tokens"] > 0 and row["gap/abs_mean"] < 1e-4 for row in steps)
 

@@ -214,6 +214,28 @@ def check_ends(host):
         assert rollout.response_ids.size == request.max_tokens or ends[-1]
 
 
+def check_cut(host):
+    """What the clock cuts keeps what it has drawn, and leaves nothing behind in the engine."""
+    requests = requests_for(PROMPTS, n=5, max_tokens=40)  # 25 on 16 slots: some are not even begun
+    rounds = []
+    for limit in (None, 1e-9, None):
+        host.engine._max_seconds = limit
+        with host.engine.awake(export_of(host.model), 0):
+            rounds.append(host.engine.generate(requests, AT_1))
+    whole, cut, again = rounds
+    assert [r.response_ids.tolist() for r in whole] == [r.response_ids.tolist() for r in again]
+    assert {r.finish_reason for r in whole} <= {"stop", "length"}
+    on_time = [r for r in cut if r.finish_reason != "time"]
+    late = [(r, w) for r, w in zip(cut, whole, strict=True) if r.finish_reason == "time"]
+    assert on_time and late and all(len(r.response_ids) <= 16 for r in on_time)
+    assert {len(r.response_ids) for r, _ in late} >= {0, 16}
+    for rollout, full in late:
+        size = len(rollout.response_ids)
+        assert rollout.response_ids.tolist() == full.response_ids.tolist()[:size]
+        np.testing.assert_allclose(rollout.sampler_logprobs, full.sampler_logprobs[:size], atol=5e-5)
+        assert rollout.seconds >= max(r.seconds for r in on_time) > 0
+
+
 def check_process(host):
     assert host.before == host.after
     before = process_state()
@@ -272,6 +294,10 @@ def test_seeds(run):
 
 def test_end_tokens_and_finish_reasons(run):
     run(check_ends)
+
+
+def test_a_rollout_past_its_time(run):
+    run(check_cut)
 
 
 def test_the_process_stays_as_it_was(run):

@@ -65,6 +65,16 @@ def test_dropping_rows_of_advantage_zero_keeps_them_in_the_counts():
     )
 
 
+def test_a_sequence_without_a_token_counts_and_does_not_run():
+    empty = {"response_ids": np.empty(0, np.int32), "response_mask": np.empty(0, np.bool_)}
+    rollouts = [replace(rollout, sampler_logprobs=None) for rollout in make_rollouts(3)]
+    rollouts[1] = replace(rollouts[1], **empty)
+    (mini_batch,) = build(rollouts, [1, 2, 3], loss_agg_mode="seq-mean-token-sum")
+    assert sum(batch.num_sequences for batch in mini_batch.micro) == 2
+    assert {float(w) for batch in mini_batch.micro for w in batch.weights_R} == {np.float32(1 / 3)}
+    assert sum(batch.num_sequences for batch in build_scoring_batches(rollouts, ALONE)) == 2
+
+
 def test_there_is_always_a_micro_batch():
     for advantages, counted in (([0, 0], [True, True]), ([1, 1], [False, False])):
         (mini_batch,) = build(make_rollouts(2), advantages, counted, keep_zero_advantage=False)

@@ -223,3 +223,19 @@ def test_building_leaves_random_states_alone(tmp_path):
     torch.manual_seed(5)
     build_engine(config, OneRank(), tmp_path, (END,)).close()
     assert torch.equal(torch.rand(4), want)
+
+
+def test_a_rollout_past_its_time_draws_one_more_token_a_batch(model_and_engine):
+    model, engine = model_and_engine
+    requests = requests_for(PROMPTS, n=2)
+    rounds = []
+    for limit in (None, 1e-9):
+        engine._max_seconds = limit
+        with engine.awake(export_of(model), 0):
+            rounds.append(engine.generate(requests, AT_07))
+    engine._max_seconds = None
+    for whole, cut in zip(*rounds, strict=True):
+        assert cut.finish_reason == ("stop" if cut.response_ids[0] == END else "time")
+        assert cut.response_ids.tolist() == whole.response_ids.tolist()[:1]
+        assert cut.sampler_logprobs.size == 1 and cut.seconds > 0
+        assert len(whole.response_ids) == 1 or whole.seconds > 0

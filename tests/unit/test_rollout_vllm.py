@@ -1,7 +1,7 @@
 """VllmEngine's order of calls and bookkeeping against a stand-in for the vllm package; the real one is in tests/e2e.
 
 The stand-in does to the process what the real one does, loses its tensors on sleep(2), and answers with the weight that
-it holds, or with the one that its prefix cache remembers.
+it holds, or with the one that its prefix cache remembers. It decodes a token a step and notes it as the worker does.
 """
 
 import random
@@ -16,8 +16,9 @@ from fastgrpo.config import RunConfig
 from fastgrpo.errors import ConfigError, UserError
 from fastgrpo.mesh import consecutive_groups
 from fastgrpo.records import Request, Sampling
-from fastgrpo.rollout import build_engine
+from fastgrpo.rollout import build_engine, vllm_draw
 from fastgrpo.rollout.engine import sample_seed
+from fastgrpo.rollout.vllm_graphs import graph_sizes
 
 AT_1 = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 
@@ -36,11 +37,7 @@ class FakeLLM:
     def __init__(self, **arguments):
         self.arguments, self.calls, self.awake = arguments, [], {"weights", "kv_cache"}
         self.model, self.prefix_cache, self.can_reset, self.lost = FakeModel(), {}, True, None
-        self.llm_engine = SimpleNamespace(
-            engine_core=SimpleNamespace(),
-            vllm_config=SimpleNamespace(use_v2_model_runner=True),
-            model_config=None,
-        )
+        self.llm_engine = FakeEngine(self)
         random.seed(arguments["seed"])
         np.random.seed(arguments["seed"])
         torch.manual_seed(arguments["seed"])
@@ -73,29 +70,72 @@ class FakeLLM:
             self.prefix_cache.clear()
         return self.can_reset
 
-    def generate(self, prompts, params, use_tqdm):
-        assert self.awake == {"weights", "kv_cache"}
+    def collective_rpc(self, method):
+        self.calls.append(method)
+        notes, self.llm_engine.notes = self.llm_engine.notes, []
+        return [notes if method == "take_notes" else None]
+
+
+class FakeEngine:
+    """Draws 4 tokens a request, a step each: the weight in use, then three from the seed."""
+
+    def __init__(self, llm):
+        self.llm, self.running, self.notes, self.order, self.aborted = llm, {}, [], [], []
+        self.engine_core, self.model_config = SimpleNamespace(), None
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+        self.finish_reason = "length"
+
+    def add_request(self, request_id, prompt, params):
+        assert self.llm.awake == {"weights", "kv_cache"} and prompt["type"] == "token"
+        ids = tuple(prompt["prompt_token_ids"])
+        weight = self.llm.prefix_cache.setdefault(ids, float(self.llm.model.weight[0]))
+        generator = torch.Generator().manual_seed(params.seed)
+        tokens = [int(weight), *torch.randint(0, 150_000, (3,), generator=generator).tolist()]
+        self.running[request_id] = (ids, params, tokens, [])
+        self.order.append(request_id)
+        return f"{request_id}-worker"
+
+    def has_unfinished_requests(self):
+        return bool(self.running)
+
+    def abort_request(self, request_ids):
+        self.aborted += request_ids
+        for request_id in request_ids:
+            del self.running[request_id]
+
+    def step(self):
         torch.rand(1)
+        names = tuple(f"{request_id}-worker" for request_id in self.running)
+        drawn = [tokens[len(done)] for _, _, tokens, done in self.running.values()]
+        asked = all(params.logprobs is not None for _, params, _, _ in self.running.values())
+        logprobs = np.asarray([-token / 1e6 for token in drawn], np.float32) if asked else None
+        self.notes.append((names, np.asarray(drawn, np.int32), logprobs))
         outputs = []
-        for prompt, one in zip(prompts, params, strict=True):
-            ids = tuple(prompt["prompt_token_ids"])
-            weight = self.prefix_cache.setdefault(ids, float(self.model.weight[0]))
-            generator = torch.Generator().manual_seed(one.seed)
-            tokens = [int(weight), *torch.randint(0, 150_000, (3,), generator=generator).tolist()]
-            logprobs = SimpleNamespace(logprobs=[-0.5] * 4) if one.logprobs is not None else None
-            answer = SimpleNamespace(token_ids=tokens, finish_reason="length", logprobs=logprobs)
-            outputs.append(SimpleNamespace(prompt_token_ids=list(ids), outputs=[answer]))
-        return outputs if self.lost is None else outputs[: self.lost] + outputs[self.lost + 1 :]
+        for request_id, (ids, _, tokens, done) in list(self.running.items()):
+            done.append(tokens[len(done)])
+            if len(done) == len(tokens):
+                del self.running[request_id]
+                answer = SimpleNamespace(token_ids=tokens, finish_reason=self.finish_reason)
+                outputs.append(
+                    SimpleNamespace(request_id=request_id, finished=True, prompt_token_ids=list(ids), outputs=[answer])
+                )
+        return [output for output in outputs if output.request_id != self.llm.lost]
 
 
 def mesh_of(rank, world=1, tp=1, device="cuda"):
-    return SimpleNamespace(device=torch.device(device), tp=tp, world=world, engine=rank // tp)
+    return SimpleNamespace(
+        device=torch.device(device), tp=tp, world=world, engine=rank // tp, engines=world // tp, tp_group=None
+    )
 
 
 @pytest.fixture
 def fake_vllm(monkeypatch):
     package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
+    params = ModuleType("vllm.sampling_params")
+    params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
     package.LLM, package.SamplingParams = FakeLLM, lambda **values: SimpleNamespace(**values)
+    package.__version__ = "0.0"
     platforms.current_platform = SimpleNamespace(device_type="cuda")
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
@@ -131,7 +171,8 @@ def test_level_2_cycle_wakes_loads_resets_in_this_order_and_loses_nothing(fake_v
         with engine.awake(weights(7 + version), version):
             assert torch.equal(llm.model.frequencies, torch.tensor([1.0, 0.1]))
             answers.append([r.response_ids.tolist() for r in engine.generate(requests(), AT_1)])
-        assert llm.calls == ["wake(weights)", "load", "reset", "wake(kv_cache)", "sleep(2)"]
+        drawing = ["start_notes", "take_notes"]
+        assert llm.calls == ["wake(weights)", "load", "reset", "wake(kv_cache)", *drawing, "sleep(2)"]
     assert answers[0] == answers[1]
     assert {row[0] for row in answers[0]} == {7} and {row[0] for row in answers[2]} == {8}
 
@@ -144,7 +185,7 @@ def test_level_1_keeps_the_weights_and_still_resets_the_prefix_cache(fake_vllm, 
         with engine.awake(weights(version), version):
             rollouts = engine.generate(requests(), AT_1)
         assert {r.response_ids[0] for r in rollouts} == {version} == {r.weight_version for r in rollouts}
-    cycle = ["wake(weights)", "load", "reset", "wake(kv_cache)", "sleep(1)"]
+    cycle = ["wake(weights)", "load", "reset", "wake(kv_cache)", "start_notes", "take_notes", "sleep(1)"]
     assert engine._llm.calls == cycle + [call for call in cycle if call != "load"] + cycle
 
 
@@ -186,7 +227,7 @@ def test_every_rank_iterates_the_export_to_its_end(fake_vllm, tmp_path):
         assert seen == ["end"]
 
 
-@pytest.mark.parametrize(("lost", "name"), [(0, r"\(1, 2\)"), (3, r"prompt \(3,\), sample 1 \(1 \+ 4 tokens\)")])
+@pytest.mark.parametrize(("lost", "name"), [("0", r"\(1, 2\)"), ("3", r"prompt \(3,\), sample 1 \(1 \+ 4 tokens\)")])
 def test_a_lost_request_is_named(fake_vllm, tmp_path, lost, name):
     engine = build(tmp_path)
     engine._llm.lost = lost
@@ -196,16 +237,81 @@ def test_a_lost_request_is_named(fake_vllm, tmp_path, lost, name):
 
 def test_an_unfinished_request_is_named(fake_vllm, tmp_path):
     engine = build(tmp_path)
-    generate = engine._llm.generate
-
-    def aborting(prompts, params, use_tqdm):
-        outputs = generate(prompts, params, use_tqdm)
-        outputs[2].outputs[0].finish_reason = "abort"
-        return outputs
-
-    engine._llm.generate = aborting
-    with engine.awake(weights(1), 0), pytest.raises(RuntimeError, match=r"prompt \(3,\), sample 0 .*abort"):
+    engine._llm.llm_engine.finish_reason = "abort"
+    with engine.awake(weights(1), 0), pytest.raises(RuntimeError, match=r"prompt \(1, 2\), sample 0 .*abort"):
         engine.generate(requests(), AT_1)
+
+
+def test_a_notebook_that_differs_from_the_answer_stops_the_run(fake_vllm, tmp_path):
+    engine = build(tmp_path)
+    fake = engine._llm.llm_engine
+    step = fake.step
+
+    def forgetful():
+        finished = step()
+        fake.notes[-1][1][2] += 1
+        return finished
+
+    fake.step = forgetful
+    with (
+        engine.awake(weights(1), 0),
+        pytest.raises(RuntimeError, match=r"noted other tokens .* prompt \(3,\), sample 0"),
+    ):
+        engine.generate(requests(), AT_1)
+
+
+def test_a_rollout_past_its_time_is_cut_with_what_it_has_drawn(fake_vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_draw, "STEPS_A_LOOK", 2)
+    engine = build(tmp_path, max_seconds=1e-9)
+    with engine.awake(weights(7), 0):
+        rollouts = engine.generate(requests(), AT_1)
+    whole = build(tmp_path)
+    with whole.awake(weights(7), 0):
+        uncut = whole.generate(requests(), AT_1)
+    assert engine._llm.llm_engine.aborted == ["0", "1", "2", "3"]
+    for rollout, full in zip(rollouts, uncut, strict=True):
+        assert rollout.finish_reason == "time" and rollout.truncated and rollout.seconds > 0
+        assert rollout.response_ids.tolist() == full.response_ids.tolist()[:2]
+        assert rollout.sampler_logprobs.tolist() == full.sampler_logprobs.tolist()[:2]
+        assert full.finish_reason == "length" and full.truncated
+
+
+def test_notes_come_apart_by_request_also_through_preemption_and_unfinished_prompts():
+    def f32(*values):
+        return np.asarray(values, np.float32)
+
+    notes = [
+        (("a", "b"), np.asarray([5, -1], np.int32), f32(-0.5, np.nan)),  # b's prompt is not read to its end
+        (("b",), np.asarray([-1], np.int32), None),
+        (("stranger", "b", "a"), np.asarray([1, 8, 6], np.int32), f32(-9, -0.25, -0.125)),
+        (("a",), np.asarray([7], np.int32), f32(-2)),
+    ]
+    tokens, logprobs = vllm_draw.sort_notes(notes, ["b", "c", "a"])
+    assert [t.tolist() for t in tokens] == [[8], [], [5, 6, 7]]
+    assert [p.tolist() for p in logprobs] == [[-0.25], [], [-0.5, -0.125, -2]]
+    tokens, logprobs = vllm_draw.sort_notes([(("a",), np.asarray([3], np.int32), None)], ["a"])
+    assert tokens[0].tolist() == [3] and logprobs == [None]
+    assert [t.size for t in vllm_draw.sort_notes([], ["a", "b"])[0]] == [0, 0]
+
+
+@pytest.mark.parametrize("top", [1, 3, 8, 60, 256, 300, 640])
+def test_every_batch_size_has_a_graph_and_little_padding(top):
+    sizes = graph_sizes(top)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == top
+    for batch in range(1, top + 1):
+        padded = min(size for size in sizes if size >= batch)
+        assert padded - batch < 8 or padded < 1.13 * batch
+
+
+def test_graphs_are_made_for_the_batches_that_occur(fake_vllm, tmp_path):
+    def captured(mesh=None, **rollout):
+        arguments = build(tmp_path, mesh, **rollout)._llm.arguments
+        return arguments["compilation_config"]["cudagraph_capture_sizes"]
+
+    assert captured(n=1)[-1] == 128  # data.train_batch_size on one engine
+    assert captured(mesh_of(0, world=8, tp=2), n=1)[-1] == 32  # on four
+    assert captured()[-1] == 256  # 1024 sequences, of which max_num_seqs at once
+    assert captured(cudagraph_capture_sizes=[64, 4]) == [4, 64]
 
 
 def test_rollouts_carry_request_and_logprobs(fake_vllm, tmp_path):
@@ -219,7 +325,9 @@ def test_rollouts_carry_request_and_logprobs(fake_vllm, tmp_path):
     assert [(r.uid, r.sample, r.prompt_ids) for r in rollouts] == [(r.uid, r.sample, r.ids) for r in requests()]
     for rollout in rollouts:
         assert rollout.response_ids.dtype == np.int32 and rollout.response_mask.all() and rollout.weight_version == 9
-        assert rollout.sampler_logprobs.dtype == np.float32 and rollout.sampler_logprobs.tolist() == [-0.5] * 4
+        assert rollout.sampler_logprobs.dtype == np.float32 and rollout.sampler_logprobs.tolist() == [
+            np.float32(-token / 1e6) for token in rollout.response_ids
+        ]
 
 
 def test_engine_seeds_are_equal_inside_a_tp_group_and_samples_differ_everywhere(fake_vllm, tmp_path):

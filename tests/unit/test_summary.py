@@ -14,10 +14,10 @@ from fastgrpo.errors import UserError
 from fastgrpo.metrics import JsonlFile, Sums, gap_metrics, loss_metrics, plot_rewards, ratio, write_rows
 from fastgrpo.policy.actor import UpdateResult
 from fastgrpo.records import Rollout, Sample, Score
-from fastgrpo.summary import length_metrics, make_groups, make_record, reward_metrics
+from fastgrpo.summary import length_metrics, make_groups, make_record, reward_metrics, tail_seconds
 
 
-def sample(reward=0.0, *, length=3, reason="stop", status="scored", prompt=2, uid="p", **score):
+def sample(reward=0.0, *, length=3, reason="stop", status="scored", prompt=2, uid="p", seconds=0.0, **score):
     rollout = Rollout(
         uid=uid,
         sample=0,
@@ -28,6 +28,7 @@ def sample(reward=0.0, *, length=3, reason="stop", status="scored", prompt=2, ui
         sampler_logprobs=None,
         finish_reason=reason,
         weight_version=0,
+        seconds=seconds,
     )
     return Sample(rollout, f"answer {reward}", Score(reward, score.get("parts", {}), score.get("details", {}), status))
 
@@ -218,7 +219,7 @@ def test_gap_metrics_by_hand():
 
 
 def clock_of(**seconds):
-    return SimpleNamespace(finish=lambda: seconds, memory={"perf/train_peak_gib": 1.5})
+    return SimpleNamespace(finish=lambda: seconds, memory={"perf/train_peak_gib": 1.5}, mfu={"perf/mfu": 0.5})
 
 
 def test_record():
@@ -239,6 +240,7 @@ def test_record():
     assert metrics["perf/tokens_per_s"] == (4 * 2 + 2 + 4 + 6 + 8) / 4
     assert record.timings == {"gen": 1.0, "step": 4.0}
     assert metrics["timing_s/gen"] == 1.0 and metrics["perf/train_peak_gib"] == 1.5
+    assert metrics["perf/mfu"] == 0.5 and metrics["timing_s/gen_tail"] == 0
     assert metrics["reward/mean"] == pytest.approx(4 / 3)
 
 
@@ -275,3 +277,20 @@ def test_rows_keep_their_text(tmp_path):
 def test_reward_curve(tmp_path, validation):
     plot_rewards(tmp_path / "rewards.png", [1, 2, 3], [0.1, 0.2, 0.4], validation)
     assert (tmp_path / "rewards.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tail_is_the_time_with_under_a_tenth_alive():
+    def tail(ends):
+        return tail_seconds([sample(seconds=end).rollout for end in ends])
+
+    assert tail([5.0, *range(1, 10), *range(1, 10), 6.0, 30.0, 10.0]) == 30 - 9  # of 22, 2 outlive second 9, 3 second 8
+    assert tail(range(1, 11)) == 0  # of 10, the last is a tenth until it ends
+    assert tail(range(1, 21)) == 1  # of 20, one alone is under a tenth
+    assert tail([3.0]) == tail([0.0, 0.0]) == 0  # alone; from an engine that does not say
+
+
+def test_what_the_clock_cut_is_truncated_and_counted():
+    rollouts = [sample(length=4, reason=reason).rollout for reason in ("stop", "length", "time", "time")]
+    metrics = length_metrics(rollouts)
+    assert metrics["response_length/truncated"] == 0.75 and metrics["response_length/cut_by_time"] == 0.5
+    assert metrics["response_length/stopped_mean"] == 4
