@@ -282,13 +282,13 @@ def check_head(
 
 
 def row_vector(name: str, x: Tensor, hidden_NH: Tensor) -> Tensor:
-    """A per-row constant, detached, in the dtype of the computation; ValueError for another shape, kind or device."""
+    """A per-row constant, detached, contiguous, in the dtype of the computation; ValueError for another shape, kind or device."""
     if x.shape != hidden_NH.shape[:1] or not x.dtype.is_floating_point or x.device != hidden_NH.device:
         raise ValueError(
             f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, one value for "
             f"each row of hidden_NH; got {x.dtype} {tuple(x.shape)} on {x.device}"
         )
-    return x.detach().to(compute_dtype(hidden_NH))
+    return x.detach().to(compute_dtype(hidden_NH)).contiguous()
 
 
 def temperature_rows(temperature: float | Tensor, hidden_NH: Tensor) -> Tensor:

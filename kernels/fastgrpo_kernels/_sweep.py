@@ -116,7 +116,7 @@ class Sweep:
     def _options(self) -> dict[str, Tensor | float | None]:
         head = self.head
         return {
-            "bias_V": head.bias_V,
+            "bias_V": None if head.bias_V is None else head.bias_V.contiguous(),
             "softcap_inverse": head.logit_scale / head.softcap if head.softcap else 0.0,
         }
 

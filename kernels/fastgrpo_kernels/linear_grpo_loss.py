@@ -263,7 +263,7 @@ def linear_grpo_loss(
     given = GrpoRows(weights_N, advantages_N, old_logprobs_N, ref_logprobs_N, sampler_logprobs_N, importance_N)
     check_settings(settings, given)
     call = _Call(
-        target_N.long(),
+        target_N.long().contiguous(),
         temperature_rows(temperature, hidden_NH),
         given.map(lambda name, x: row_vector(name, x, hidden_NH)),
         settings,

@@ -194,7 +194,7 @@ def linear_logprob(
     call = _Call(logit_scale, softcap, chunk_bytes, weight_grad_VH, impl)
     # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
     with torch.autocast(hidden_NH.device.type, enabled=False):
-        return _LinearLogprob.apply(hidden_NH, weight_VH, bias_V, target_N.long(), temperature_N, call)
+        return _LinearLogprob.apply(hidden_NH, weight_VH, bias_V, target_N.long().contiguous(), temperature_N, call)
 
 
 linear_logprob_ref = functools.partial(linear_logprob, impl="reference")

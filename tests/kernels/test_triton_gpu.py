@@ -194,6 +194,11 @@ def test_strided_and_sliced_inputs(form):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     odd = linear_logprob(hidden[1::2], weight, target[1::2], impl=form)
     torch.testing.assert_close(odd[0], want[0][1::2], rtol=1e-6, atol=2e-6)
+    rows = {name: x.expand(2, -1).T.reshape(-1)[::2] for name, x in row_inputs(600, want[0]).items()}
+    assert rows["weights_N"].stride() == (2,)
+    loss = linear_grpo_loss(hidden, weight, target, impl=form, **rows)
+    plain = linear_grpo_loss(hidden, weight, target, impl=form, **{name: x.contiguous() for name, x in rows.items()})
+    assert torch.equal(loss.loss, plain.loss)
     transposed = linear_logprob(hidden.T.contiguous().T, weight.T.contiguous().T, target, impl=form)
     torch.testing.assert_close(transposed[0], want[0], rtol=1e-6, atol=2e-5)
 
