@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fastgrpo.algorithm.mismatch_stats import gap_metrics
 from fastgrpo.algorithm.stats import Stats
 from fastgrpo.mesh import Mesh
 
@@ -68,20 +69,6 @@ def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     if "kl" in sums:
         out["actor/kl"] = ratio(sums["kl"], tokens)
     return out | (gap_metrics(sums) if gap_tokens else {})
-
-
-def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Sampler against trainer, over tokens: see algorithm/mismatch.py."""
-    tokens = sums["gap_tokens"]
-    return {
-        "gap/abs_mean": ratio(sums["gap_abs"], tokens),
-        "gap/mean": ratio(sums["gap"], tokens),
-        "gap/abs_max": sums["gap_abs_max"],
-        "gap/k3": ratio(sums["gap_k3"], tokens),
-        "gap/truncated": ratio(sums["gap_truncated"], tokens),
-        "gap/importance_mean": ratio(sums["importance"], tokens),
-        "gap/effective_sample_share": ratio(sums["importance"] ** 2, sums["importance_sq"] * tokens),
-    }
 
 
 class Logger(Protocol):

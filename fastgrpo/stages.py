@@ -19,9 +19,10 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from fastgrpo import console, hub
+from fastgrpo.algorithm.kl_control import KlController
 from fastgrpo.batch.mini_batches import MiniBatch, Share
 from fastgrpo.batch.packing import attention_cost
-from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, total_steps, uses_reference
+from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, needs_reference, total_steps
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
 from fastgrpo.gpu import settle_memory
@@ -58,6 +59,7 @@ class Stages:
     sampling: Sampling
     flops: ModelFlops
     peak_flops: float | None  # of this rank's device; None: unknown
+    kl_controller: KlController  # of the KL in the reward
 
     def peak_seconds(self, mini_batches: Sequence[MiniBatch], passes: int) -> float | None:
         """What the update's work would take the devices at their peak; None where that is unknown."""
@@ -103,7 +105,7 @@ def build_stages(
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
     torch.manual_seed(seed)
     policy = _build_policy(config, model_dir, mesh, trainable=True)
-    reference = _build_policy(config, ref_dir, mesh, trainable=False) if uses_reference(config.actor) else None
+    reference = _build_policy(config, ref_dir, mesh, trainable=False) if needs_reference(config) else None
     actor = Actor(policy, reference, config, steps * layout.updates_per_step)
     before = _allocated(mesh.device)
     engine = build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
@@ -140,12 +142,18 @@ def build_stages(
             config.trainer.peak_tflops,
             compute_dtype(config.actor.dtype, device_type),
         ),
+        kl_controller=_kl_controller(config),
     )
+
+
+def _kl_controller(config: RunConfig) -> KlController:
+    ctrl = config.algorithm.kl_ctrl
+    return KlController(ctrl.kl_coef, ctrl.target_kl if ctrl.type == "adaptive" else None, ctrl.horizon)
 
 
 def _sizes(config: RunConfig, model_dir: Path, ref_dir: Path) -> Sizes:
     trust = config.model.trust_remote_code
-    reference = read_sizes(ref_dir, trust_remote_code=trust) if uses_reference(config.actor) else None
+    reference = read_sizes(ref_dir, trust_remote_code=trust) if needs_reference(config) else None
     return Sizes(read_sizes(model_dir, trust_remote_code=trust), reference)
 
 

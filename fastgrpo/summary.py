@@ -1,4 +1,4 @@
-"""A step in numbers: groups and advantages from the scores, and the record of the step. The same on every rank.
+"""A step in numbers: rewards, lengths, and the record of the step. The same on every rank.
 
 Shape suffixes: N sequences in the order of the requests, P prompts, G samples a prompt, N = P * G.
 """
@@ -7,46 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from fastgrpo.algorithm.advantage import ADVANTAGES, group_means
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig
-from fastgrpo.errors import UserError
 from fastgrpo.evaluate import part_means
+from fastgrpo.groups import Groups
 from fastgrpo.metrics import loss_metrics, ratio
 from fastgrpo.policy.actor import UpdateResult
 from fastgrpo.records import Rollout, Sample, StepRecord
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    rewards_N: Tensor  # float64, NaN = unscored
-    advantages_N: Tensor  # float64
-    means_P: Tensor  # float64, NaN = no member scored
-
-
-def make_groups(samples: Sequence[Sample], config: RunConfig) -> Groups:
-    """Raises UserError when no sample of the step could be scored: there is nothing to learn from."""
-    totals_N = [sample.score.total for sample in samples]
-    if all(total is None for total in totals_N):
-        first = samples[0].score
-        raise UserError(
-            f"none of the step's {len(samples)} samples could be scored (the first: {first.status}, "
-            f"{first.error or dict(first.parts)}); "
-            "look at the reward function, its reference column (data.reference_key) and reward.timeout_s."
-        )
-    rewards_N = torch.tensor([math.nan if total is None else total for total in totals_N], dtype=torch.float64)
-    group_N = torch.arange(len(samples)) // config.rollout.n
-    algorithm = config.algorithm
-    advantages_N = ADVANTAGES[algorithm.adv_estimator](rewards_N, group_N, by_std=algorithm.norm_adv_by_std_in_grpo)
-    return Groups(rewards_N, advantages_N, group_means(rewards_N, group_N))
 
 
 def make_record(
@@ -63,6 +36,7 @@ def make_record(
     metrics = (
         reward_metrics(samples, groups)
         | length_metrics([sample.rollout for sample in samples])
+        | dict(groups.metrics)
         | loss
         | {
             "actor/grad_norm": ratio(sum(update.grad_norms), len(update.grad_norms)),
@@ -92,7 +66,7 @@ def make_record(
 
 def reward_metrics(samples: Sequence[Sample], groups: Groups) -> dict[str, float]:
     """Over the scored samples; a group without signal is one whose advantages are all 0."""
-    scored = groups.rewards_N[~groups.rewards_N.isnan()]
+    scored = groups.scores_N[~groups.scores_N.isnan()]
     num_groups = len(groups.means_P)
     signal_P = groups.advantages_N.view(num_groups, -1).ne(0).any(dim=1)
     metrics = {f"reward/{status}": 0.0 for status in ("scored", "unscored", "timeout", "error")}

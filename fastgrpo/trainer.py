@@ -3,7 +3,7 @@
     1 prompts     every rank takes the same slice of the global order
     2 rollout     the engine wakes with the policy's weights, draws, sleeps
     3 reward      in worker processes; then every rank holds every rollout and its score
-    4 advantage   within each prompt's group
+    4 advantage   from scores and penalties, within each prompt's group; what does not count is left out
     5 pack, 6 weights   each rank cuts the same plan and takes its share
     7 old, ref    logprobs under the weights of the rollout and the reference, where something needs them
     8 update      mini-batch after mini-batch
@@ -26,12 +26,14 @@ from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.data.order import step_prompts
 from fastgrpo.evaluate import Validation, answer_rows, validate
 from fastgrpo.gate import check_gap
+from fastgrpo.groups import Groups, make_groups
 from fastgrpo.metrics import Sums
+from fastgrpo.policy.sequences import needs_terms, sequence_terms
 from fastgrpo.records import Prompt, Rollout, StepRecord
 from fastgrpo.report import Report
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
 from fastgrpo.stages import build_stages
-from fastgrpo.summary import Groups, make_groups, make_record
+from fastgrpo.summary import make_record
 
 log = logging.getLogger("fastgrpo")
 
@@ -83,10 +85,13 @@ class Trainer:
         with clock("reward"):
             samples = share_samples(score_own(s.rewards, own, prompts, s.tokenizer, s.mesh, step=step), s.mesh)
             rollouts = [sample.rollout for sample in samples]
-        groups = make_groups(samples, config)
+        scoring = build_scoring_batches(rollouts, s.share) if step == 0 or needs_terms(config) else ()
         if step == 0:
             with clock("gate"):  # before any update: every response token, trained or not
-                self._watch_gap(s.actor.gap(build_scoring_batches(rollouts, s.share)).reduce(s.mesh))
+                self._watch_gap(s.actor.gap(scoring).reduce(s.mesh))
+        with clock("terms"):  # what the reward's KL and rejection need of whole sequences
+            terms = sequence_terms(s.actor, scoring, len(rollouts), config, s.kl_controller, s.mesh)
+        groups = make_groups(samples, config, terms)
         mini_batches = self._mini_batches(rollouts, groups)
         with clock("old"):  # one update: the ratio is 1, and the logprobs of the update are those of the rollout
             old_R = s.actor.old_logprobs(mini_batches) if s.layout.updates_per_step > 1 else None
@@ -146,7 +151,7 @@ class Trainer:
         return build_mini_batches(
             rollouts,
             groups.advantages_N.numpy(),
-            ~groups.rewards_N.isnan().numpy(),
+            groups.counted_N.numpy(),
             self.stages.share,
             sequences=layout.sequences_per_update,
             keep_zero_advantage=uses_reference(actor) or actor.entropy_coeff != 0,

@@ -8,10 +8,16 @@ company they were packed in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 Stats = dict[str, Tensor]
+
+# (x_U or x_UK, seq_id_U) -> the same shape: the sum of x over all tokens of the token's sequence, on every rank that
+# holds a part of it; differentiable.
+SegmentSum = Callable[[Tensor, Tensor], Tensor]
 
 
 def select(live_N: Tensor, x_N: Tensor) -> Tensor:

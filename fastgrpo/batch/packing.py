@@ -198,7 +198,11 @@ class ShardedBatch:
     sampler_logprobs_R: Tensor | None  # float32
     cu_seqlens: Tensor  # int32, of the whole row: attention sees all T tokens
     max_seqlen: int
-    num_sequences: int  # B
+    rows: tuple[int, ...]  # [B] index of each sequence in the step's N rollouts
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.rows)
 
     def to(self, device: torch.device | str) -> ShardedBatch:
         """The same on another device."""
@@ -229,5 +233,5 @@ def slice_for_rank(micro: MicroBatch, sp_rank: int, sp: int, *, scoring: bool = 
         sampler_logprobs_R=None if sampler_logprobs_T is None else sampler_logprobs_T[part][rows_R],
         cu_seqlens=micro.cu_seqlens,
         max_seqlen=micro.max_seqlen,
-        num_sequences=len(micro.rows),
+        rows=micro.rows,
     )

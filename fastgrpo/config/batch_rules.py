@@ -35,14 +35,6 @@ def micro_batch_within_mini_batch(c: RunConfig, layout: Layout) -> Iterator[str]
         )
 
 
-def group_has_two_samples(c: RunConfig, layout: Layout) -> Iterator[str]:
-    if c.rollout.n == 1:
-        yield (
-            f"rollout.n=1: algorithm.adv_estimator={c.algorithm.adv_estimator} compares the samples of a prompt with "
-            "each other; set rollout.n=2 or more"
-        )
-
-
 def every_rank_gets_a_sequence(c: RunConfig, layout: Layout) -> Iterator[str]:
     if min(layout.sequences_per_step, layout.sp, layout.tp) < 1:
         return
@@ -52,14 +44,6 @@ def every_rank_gets_a_sequence(c: RunConfig, layout: Layout) -> Iterator[str]:
             f"a step has {layout.sequences_per_step} sequences (data.train_batch_size={layout.prompts_per_step} x "
             f"rollout.n={layout.samples_per_prompt}) for {layout.dp} data ranks and {layout.engines} engines; set "
             f"data.train_batch_size={-(-takers // layout.samples_per_prompt)} or more, or use fewer GPUs"
-        )
-
-
-def scale_factor_is_read(c: RunConfig, layout: Layout) -> Iterator[str]:
-    if c.actor.loss_scale_factor is not None and c.actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        yield (
-            f"{at(c, 'actor.loss_scale_factor')} has no effect with {at(c, 'actor.loss_agg_mode')}; "
-            "set actor.loss_agg_mode=seq-mean-token-sum-norm or actor.loss_scale_factor=null"
         )
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fastgrpo.config.names import unknown_key
+from fastgrpo.config.names import REFUSED_VALUES, unknown_key
 from fastgrpo.config.schema import RunConfig
 from fastgrpo.errors import ConfigError
 
@@ -127,6 +127,8 @@ def _wrong_scalar(hint: type, value: Any) -> str | None:
 def _hint_at(hint: type, value: Any, key: str) -> str:
     if not isinstance(value, str):
         return f"; put it in quotes in YAML, or write {key}='\"{value}\"'" if hint is str and value is not None else ""
+    if (key, value) in REFUSED_VALUES:
+        return f": {REFUSED_VALUES[key, value]}"
     if value.lower() in ("none", "null", "~"):
         return "; an empty value is written null"
     if hint in (int, float) and _is_number(value):

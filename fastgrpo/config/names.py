@@ -17,7 +17,6 @@ _REWARD_NAME = "reward.functions.NAME.name, with reward.functions.NAME.kind=cust
 _SANDBOX = "reward.functions.NAME.kind=code (programs run in sandboxes on this machine)"
 _NO_CRITIC = "nothing: GRPO compares the samples of a group and has no critic"
 _NO_DISCOUNT = "nothing: GRPO neither discounts nor bootstraps"
-_KL_LOSS = "actor.use_kl_loss (the KL term is part of the loss)"
 _COLOCATED = "nothing: engine and trainer always share each GPU, in one process"
 
 VERL = {
@@ -89,10 +88,10 @@ VERL = {
     "actor_rollout_ref.rollout.agent.": "nothing: one turn a sample",
     "algorithm.gamma": _NO_DISCOUNT,
     "algorithm.lam": _NO_DISCOUNT,
-    "algorithm.use_kl_in_reward": _KL_LOSS,
-    "algorithm.kl_penalty": "actor.kl_loss_type",
-    "algorithm.kl_ctrl.kl_coef": "actor.kl_loss_coef",
-    "algorithm.kl_ctrl.": _KL_LOSS,
+    "algorithm.gdpo_reward_keys": _FUNCTIONS,
+    "algorithm.gdpo_reward_weights": "reward.functions.NAME.weight",
+    "algorithm.rollout_correction.rollout_is_batch_normalize": "nothing: weights are bounded, not rescaled",
+    "algorithm.rollout_correction.loss_type": "actor.policy_loss (reinforce, or any other)",
     "algorithm.filter_groups.": "nothing: groups are not refilled",
     "reward.custom_reward_function.path": _REWARD_PATH,
     "reward.custom_reward_function.name": _REWARD_NAME,
@@ -132,7 +131,10 @@ TRL = {
     "beta": "actor.kl_loss_coef, with actor.use_kl_loss",
     "epsilon": "actor.clip_ratio_low",
     "epsilon_high": "actor.clip_ratio_high",
-    "loss_type": "actor.loss_agg_mode",
+    "loss_type": "actor.policy_loss and actor.loss_agg_mode",
+    "importance_sampling_level": "actor.policy_loss (gspo for sequences)",
+    "delta": "actor.clip_ratio_c",
+    "mask_truncated_completions": "algorithm.overlong_filtering",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
     "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
@@ -169,6 +171,16 @@ TRL = {
     "chat_template_kwargs": "data.apply_chat_template_kwargs",
     "reward_funcs": _FUNCTIONS,
     "reward_weights": "reward.functions.NAME.weight",
+}
+
+# Values that other trainers have and this one refuses, each with the reason and what to use.
+REFUSED_VALUES = {
+    ("algorithm.adv_estimator", "gae"): (
+        "GAE needs a critic, a second model of the policy's size that predicts the value of every token, and this "
+        "trainer has none: a group's own rewards are the baseline; use grpo"
+    ),
+    ("algorithm.adv_estimator", "remax"): "its greedy baseline is one more rollout a prompt; use rloo",
+    ("actor.kl_loss_type", "full"): "the whole distribution's KL would need the logits of both models; use k3 or k3+",
 }
 
 

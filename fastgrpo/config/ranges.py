@@ -29,6 +29,7 @@ AT_LEAST_1 = (
     "actor.max_skipped_updates",
     "actor.ulysses_sequence_parallel_size",
     "actor.fsdp.replicas",
+    "algorithm.kl_ctrl.horizon",
     "trainer.n_gpus_per_node",
     "trainer.max_steps",
     "trainer.total_epochs",
@@ -38,6 +39,7 @@ AT_LEAST_0 = (
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",
     "actor.kl_loss_coef",
+    "algorithm.kl_ctrl.kl_coef",
     "actor.grad_clip",
     "actor.gradient_checkpointing",
     "actor.optim.lr",
@@ -59,11 +61,23 @@ ABOVE_0 = (
     "rollout.max_logprob_gap",
     "rollout.val_kwargs.top_p",
     "actor.loss_scale_factor",
+    "actor.tau_pos",
+    "actor.tau_neg",
     "actor.optim.eps",
     "algorithm.rollout_correction.rollout_is_threshold",
+    "algorithm.rollout_correction.rollout_is_threshold_lower",
+    "algorithm.rollout_correction.rollout_rs_threshold",
+    "algorithm.rollout_correction.rollout_rs_threshold_lower",
+    "algorithm.kl_ctrl.target_kl",
 )
-AT_MOST_1 = ("rollout.top_p", "rollout.val_kwargs.top_p", "rollout.min_p", "actor.optim.min_lr_ratio")
-BELOW_1 = ("actor.clip_ratio_low", "actor.optim.beta1", "actor.optim.beta2")
+AT_MOST_1 = (
+    "rollout.top_p",
+    "rollout.val_kwargs.top_p",
+    "rollout.min_p",
+    "actor.clip_ratio_low",
+    "actor.optim.min_lr_ratio",
+)
+BELOW_1 = ("actor.optim.beta1", "actor.optim.beta2")
 SHARES = ("rollout.min_p", "actor.optim.min_lr_ratio", "actor.optim.beta1", "actor.optim.beta2")
 MINUS_1_OR_MORE = (  # key, what -1 means
     ("data.train_max_samples", "all"),

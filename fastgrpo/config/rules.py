@@ -10,11 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 
+from fastgrpo.config.algorithm_rules import (
+    adaptive_kl_starts_above_0,
+    correction_has_logprobs,
+    gdpo_has_two_functions,
+    group_has_two_samples,
+    importance_bounds_fit,
+    kl_ctrl_is_read,
+    one_kl_term,
+    rejection_bounds_fit,
+    scale_factor_is_read,
+)
 from fastgrpo.config.batch_rules import (
     attention_runs_on_the_device,
     engine_prefills_every_sequence,
     every_rank_gets_a_sequence,
-    group_has_two_samples,
     groups_divide_the_ranks,
     hf_engine_has_no_tensor_parallelism,
     lengths,
@@ -25,7 +35,6 @@ from fastgrpo.config.batch_rules import (
     offload_has_something_to_offload,
     one_kind_of_offload,
     replicas_hold_whole_groups,
-    scale_factor_is_read,
     warmup_ends_within_the_run,
 )
 from fastgrpo.config.build import type_mistakes
@@ -138,7 +147,14 @@ RULES: tuple[Rule, ...] = (
     micro_batch_within_mini_batch,
     group_has_two_samples,
     every_rank_gets_a_sequence,
+    gdpo_has_two_functions,
     scale_factor_is_read,
+    one_kl_term,
+    kl_ctrl_is_read,
+    adaptive_kl_starts_above_0,
+    importance_bounds_fit,
+    rejection_bounds_fit,
+    correction_has_logprobs,
     warmup_ends_within_the_run,
     longest_sequence_fits_the_engine,
     longest_sequence_fits_the_token_budget,

@@ -7,8 +7,8 @@ computes them. The section `reward` is in reward_schema.py.
 Leaf names are verl's wherever the meaning is the same. Units are in the comments: prompts, sequences (= prompts x
 rollout.n), tokens, updates, steps. A step is one rollout and all the updates made from it.
 
-Why StrEnum("Name", {"value": "value"}): the values are verl's, and names such as `token-mean` are no identifiers. A
-plain string of the same spelling is as good as the member.
+Why StrEnum("Name", ["value"]) and no class: the values are verl's, and names such as `token-mean` are no identifiers.
+A plain string of the same spelling is as good as the member.
 
 Options of memory (actor.max_tokens_per_gpu, head_chunk_gib, gradient_checkpointing, activation_offload, the fsdp and
 offload options, rollout.kv_cache_gib) are null by default: on CUDA the memory plan (fastgrpo/plan) decides them, on a
@@ -26,34 +26,26 @@ from fastgrpo.config.reward_schema import RewardConfig
 Device = StrEnum("Device", {"auto": "auto", "cpu": "cpu", "cuda": "cuda"})
 Dtype = StrEnum("Dtype", {"auto": "auto", "bfloat16": "bfloat16", "float32": "float32"})
 LossAgg = StrEnum(
-    "LossAgg",
-    {
-        "token-mean": "token-mean",
-        "token-sum": "token-sum",
-        "seq-mean-token-sum": "seq-mean-token-sum",
-        "seq-mean-token-sum-norm": "seq-mean-token-sum-norm",
-        "seq-mean-token-mean": "seq-mean-token-mean",
-    },
+    "LossAgg", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 )
-PolicyLoss = StrEnum("PolicyLoss", {"vanilla": "vanilla"})
+PolicyLoss = StrEnum("PolicyLoss", ["vanilla", "gspo", "cispo", "sapo", "dppo_tv", "geo_mean", "reinforce"])
 KlType = StrEnum(
     "KlType",
-    {
-        "low_var_kl": "low_var_kl",
-        "k3": "k3",
-        "kl": "kl",
-        "k1": "k1",
-        "mse": "mse",
-        "k2": "k2",
-        "abs": "abs",
-    },
+    ["low_var_kl", "k3", "kl", "k1", "mse", "k2", "abs", "low_var_kl+", "k3+", "kl+", "k1+", "mse+", "k2+", "abs+"],
 )
-AdvEstimator = StrEnum("AdvEstimator", {"grpo": "grpo"})
+AdvEstimator = StrEnum(
+    "AdvEstimator",
+    ["grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"],
+)
 Schedule = StrEnum("Schedule", {"constant": "constant", "cosine": "cosine"})
 Attention = StrEnum("Attention", {"auto": "auto", "flash": "flash", "varlen": "varlen", "sdpa": "sdpa"})
 HeadImpl = StrEnum("HeadImpl", {"auto": "auto", "reference": "reference"})
 Truncation = StrEnum("Truncation", {"error": "error", "left": "left", "right": "right"})
-RolloutIs = StrEnum("RolloutIs", {"token": "token", "none": "none"})
+RolloutIs = StrEnum("RolloutIs", ["token", "sequence", "icepop", "none"])
+RolloutRs = StrEnum(
+    "RolloutRs", ["none", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"]
+)
+KlCtrl = StrEnum("KlCtrl", {"fixed": "fixed", "adaptive": "adaptive"})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -160,9 +152,11 @@ class ActorConfig:
     max_tokens_per_gpu: int | None = None  # tokens a rank in one forward; a hard bound, times the sp size for a group
     micro_batch_size_per_gpu: int | None = None  # sequences a rank in one forward, further limiting the tokens
     policy_loss: PolicyLoss = PolicyLoss["vanilla"]
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0  # dual clip: lower bound c * A for negative advantages
+    clip_ratio_low: float = 0.2  # the ratio new / old counts from 1 - this; 1 = no lower bound
+    clip_ratio_high: float = 0.2  # ... to 1 + this. dppo_tv: both bound the change of the token's probability
+    clip_ratio_c: float = 3.0  # vanilla: dual clip, at most c * A for negative advantages; dppo_tv: the ratio's bound
+    tau_pos: float = 1.0  # sapo: sharpness of the gate at positive advantages
+    tau_neg: float = 1.05  # sapo: at negative ones
     loss_agg_mode: LossAgg = LossAgg["token-mean"]
     loss_scale_factor: float | None = None  # seq-mean-token-sum-norm; default data.max_response_length
     use_kl_loss: bool = True
@@ -192,14 +186,34 @@ class RefConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCorrectionConfig:
-    rollout_is: RolloutIs = RolloutIs["token"]  # importance weight trainer / sampler on each token, truncated
-    rollout_is_threshold: float = 2.0  # upper bound of that weight
+    # importance weight trainer / sampler of the policy loss: of each token or of the whole sequence, cut at the
+    # threshold; icepop: of each token, and 0 outside the two thresholds
+    rollout_is: RolloutIs = RolloutIs["token"]
+    rollout_is_threshold: float = 2.0  # upper bound
+    rollout_is_threshold_lower: float | None = None  # icepop's lower bound; default 1 / rollout_is_threshold
+    # take out sequences whose ratio (k1: e^sum or e^mean of the log-ratios) or divergence (k2, k3) is out of bounds
+    rollout_rs: RolloutRs = RolloutRs["none"]
+    rollout_rs_threshold: float | None = None  # its upper bound; needed with rollout_rs
+    rollout_rs_threshold_lower: float | None = None  # k1's lower bound; default 1 / rollout_rs_threshold
+    bypass_mode: bool = False  # the sampler's logprobs are the old ones: the loss's ratio is new / sampler
+
+
+@dataclass(kw_only=True, slots=True)
+class KlCtrlConfig:
+    type: KlCtrl = KlCtrl["fixed"]
+    kl_coef: float = 0.001  # of the KL penalty in the reward; adaptive: at the start
+    target_kl: float = 0.1  # adaptive: nats a token
+    horizon: int = 10000  # adaptive: sequences over which the coefficient moves
 
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: AdvEstimator = AdvEstimator["grpo"]
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = True  # divide by the group's deviation; grpo, grpo_passk, gdpo
+    use_kl_in_reward: bool = False  # reward -= coefficient * KL to the reference, summed over the response
+    kl_penalty: KlType = KlType["kl"]  # estimate of that KL
+    kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+    overlong_filtering: bool = False  # leave responses that hit data.max_response_length out of loss and counts
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
@@ -235,8 +249,14 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a reference policy must be in memory: for the KL in the loss, or in the reward."""
+    in_reward = config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef != 0
+    return uses_reference(config.actor) or in_reward
+
+
 def uses_reference(actor: ActorConfig) -> bool:
-    """Whether a KL term asks for a reference policy."""
+    """Whether the loss has a KL term."""
     return actor.use_kl_loss and actor.kl_loss_coef != 0
 
 

@@ -19,11 +19,12 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
 from torch import Tensor
 
-from fastgrpo.algorithm.loss import POLICY_LOSSES, LossConfig
-from fastgrpo.algorithm.mismatch import gap_stats
+from fastgrpo.algorithm.losses import LossConfig, SegmentSum
+from fastgrpo.algorithm.mismatch import Correction
+from fastgrpo.algorithm.mismatch_stats import gap_stats
 from fastgrpo.batch.mini_batches import MiniBatch
 from fastgrpo.batch.packing import ShardedBatch
-from fastgrpo.config import HeadImpl, RunConfig, uses_reference
+from fastgrpo.config import HeadImpl, RolloutCorrectionConfig, RunConfig, uses_reference
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
 from fastgrpo.policy.model import Policy
@@ -65,27 +66,32 @@ class Actor:
     def take_back(self) -> None:
         self._parking.unpark()
 
-    def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> Logprobs:
-        return [self._score(self.policy, mini_batch.micro) for mini_batch in mini_batches]
+    def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> Logprobs | None:
+        """None with bypass, where the sampler's stand for them."""
+        if self._loss_config.correction.bypass:
+            return None
+        return [self.score(self.policy, mini_batch.micro) for mini_batch in mini_batches]
 
     def ref_logprobs(self, mini_batches: Sequence[MiniBatch]) -> Logprobs | None:
-        """None without a reference."""
-        if self.reference is None:
+        """None without a KL term in the loss."""
+        if self.reference is None or self._loss_config.kl_coef == 0:
             return None
-        return [self._score(self.reference, mini_batch.micro) for mini_batch in mini_batches]
+        return [self.score(self.reference, mini_batch.micro) for mini_batch in mini_batches]
 
-    def _score(self, model: Policy, batches: Sequence[ShardedBatch]) -> list[Tensor]:
+    def score(self, model: Policy, batches: Sequence[ShardedBatch]) -> list[Tensor]:
+        """Logprobs of the rows of each micro-batch, without gradient."""
         head = partial(score_head, temperature=self._temperature, kernel=self._kernel)
         return [model.score(batch, head).logprobs_R for batch in batches]
 
     def gap(self, batches: Sequence[ShardedBatch]) -> Sums:
         """Sampler against trainer on all rows of `batches`, with the weights as they are."""
         sums = Sums()
-        for batch, logprobs_R in zip(batches, self._score(self.policy, batches), strict=True):
+        for batch, logprobs_R in zip(batches, self.score(self.policy, batches), strict=True):
             if batch.sampler_logprobs_R is not None:
                 sampler_R = batch.sampler_logprobs_R.to(logprobs_R.device)
                 live_R = torch.ones_like(sampler_R, dtype=torch.bool)
-                sums.add(gap_stats(logprobs_R, sampler_R, live_R, self._loss_config.importance_max))
+                seq_id_R, sum_R = batch.seq_id_R.to(logprobs_R.device), self._segment_sum(batch)
+                sums.add(gap_stats(logprobs_R, sampler_R, live_R, seq_id_R, sum_R, self._loss_config.correction))
         return sums
 
     def update(
@@ -99,6 +105,7 @@ class Actor:
 
         Raises RuntimeError after `max_skipped_updates` non-finite gradient norms in a row.
         """
+        rollout_version = self.version
         grad_norms: list[float] = []
         skipped, lr = 0, 0.0
         for _ in range(self._config.ppo_epochs):
@@ -106,7 +113,8 @@ class Actor:
                 if mini_batch.loss_tokens == 0:
                     skipped += 1
                     continue
-                self._backward(mini_batch, old_R[number] if old_R else None, ref_R[number] if ref_R else None, sums)
+                old, ref = old_R[number] if old_R else None, ref_R[number] if ref_R else None
+                self._backward(mini_batch, old, ref, sums, at_rollout=self.version == rollout_version)
                 lr = learning_rate(self._config.optim, self.version + 1, self._total_updates)
                 grad_norm, stepped = apply_update(self.optimizer, lr, self._config.grad_clip)
                 grad_norms.append(grad_norm)
@@ -116,7 +124,13 @@ class Actor:
         return UpdateResult(tuple(grad_norms), lr, skipped)
 
     def _backward(
-        self, mini_batch: MiniBatch, old_R: Sequence[Tensor] | None, ref_R: Sequence[Tensor] | None, sums: Sums
+        self,
+        mini_batch: MiniBatch,
+        old_R: Sequence[Tensor] | None,
+        ref_R: Sequence[Tensor] | None,
+        sums: Sums,
+        *,
+        at_rollout: bool,
     ) -> None:
         for index, batch in enumerate(mini_batch.micro):
             head = GrpoHead(
@@ -125,13 +139,17 @@ class Actor:
                 None if old_R is None else old_R[index],
                 None if ref_R is None else ref_R[index],
                 fused=self._config.head != HeadImpl["reference"],
-                policy_loss=POLICY_LOSSES[self._config.policy_loss],
-                segment_sum=partial(segment_sum, num_segments=batch.num_sequences + 1, group=self.policy.sp_group),
+                policy_loss=str(self._config.policy_loss),
+                segment_sum=self._segment_sum(batch),
+                at_rollout=at_rollout,
                 kernel=self._kernel,
             )
             out = self.policy.run(batch, head)
             out.loss_sum.backward()
             sums.add({"loss": out.loss_sum.detach().double(), **out.stats})
+
+    def _segment_sum(self, batch: ShardedBatch) -> SegmentSum:
+        return partial(segment_sum, num_segments=batch.num_sequences + 1, group=self.policy.sp_group)
 
     def _count_skips(self, stepped: bool, grad_norm: float) -> None:
         self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
@@ -148,16 +166,26 @@ def loss_config(config: RunConfig) -> LossConfig:
         clip_low=actor.clip_ratio_low,
         clip_high=actor.clip_ratio_high,
         clip_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
         kl_coef=actor.kl_loss_coef if uses_reference(actor) else 0.0,
-        kl_type=actor.kl_loss_type,
+        kl_type=str(actor.kl_loss_type),
         entropy_coef=actor.entropy_coeff,
-        importance_max=correction.rollout_is_threshold if correction.rollout_is == "token" else None,
+        correction=correction_of(correction),
     )
 
 
+def correction_of(options: RolloutCorrectionConfig) -> Correction:
+    if options.rollout_is == "none":
+        return Correction(bypass=options.bypass_mode)
+    upper, lower = options.rollout_is_threshold, options.rollout_is_threshold_lower
+    return Correction(str(options.rollout_is), upper, 1 / upper if lower is None else lower, options.bypass_mode)
+
+
 def segment_sum(x_U: Tensor, seq_id_U: Tensor, *, num_segments: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum of x over all tokens of each token's sequence, also those on other ranks of the SP group; differentiable."""
-    sums = x_U.new_zeros(num_segments).index_add(0, seq_id_U, x_U)
+    """Sum of x over all tokens of each token's sequence, also those on other ranks of the SP group; differentiable.
+    x_U: a number a token, or [U, K], K numbers."""
+    sums = x_U.new_zeros(num_segments, *x_U.shape[1:]).index_add(0, seq_id_U, x_U)
     if group is not None:
         sums = dist_functional.all_reduce(sums, group=group)
     return sums[seq_id_U]

@@ -18,12 +18,16 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastgrpo.algorithm.loss import LossBatch, LossConfig, PolicyLossFn, SegmentSum, token_stats
-from fastgrpo.algorithm.mismatch import gap_stats
+from fastgrpo.algorithm.losses import POLICY_LOSSES, LossBatch, LossConfig, SegmentSum, token_stats
+from fastgrpo.algorithm.mismatch import importance_weights
+from fastgrpo.algorithm.mismatch_stats import gap_stats
 from fastgrpo.algorithm.stats import Stats
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.config import ActorConfig, HeadImpl
 from fastgrpo_kernels import linear_grpo_loss, linear_logprob
+
+# What `linear_grpo_loss` computes; everything else runs as a plain function over the logprobs of `linear_logprob`.
+FUSED_LOSSES = frozenset({"vanilla", "cispo", "sapo"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +102,48 @@ class HeadLoss:
 
 @dataclass(frozen=True, slots=True)
 class GrpoHead:
-    """The policy loss on the rows of one micro-batch. `fused`: loss and both gradients in one sweep of the kernel;
-    else logprobs with gradients and the plain loss function on top, the same maths by another road."""
+    """The policy loss on the rows of one micro-batch. Where the kernel has the loss and `fused` asks for it: loss and
+    both gradients in one sweep; else logprobs with gradients and the plain loss function on top, the same maths by
+    another road."""
 
     cfg: LossConfig
     temperature: float
     old_logprobs_R: Tensor | None
     ref_logprobs_R: Tensor | None
     fused: bool
-    policy_loss: PolicyLossFn
+    policy_loss: str  # a key of POLICY_LOSSES
     segment_sum: SegmentSum
+    at_rollout: bool = True  # whether the weights are still those of the rollout
     kernel: KernelChoice = KernelChoice()
 
     def __call__(self, hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch) -> HeadLoss:
-        loss_sum, logprobs_R, stats = (self._fused if self.fused else self._plain)(hidden_RH, output, batch)
-        if batch.sampler_logprobs_R is not None:
-            at_rollout_R = logprobs_R if self.old_logprobs_R is None else self.old_logprobs_R
+        fused = self.fused and self._kernel_has_it()
+        loss_sum, logprobs_R, stats = (self._fused if fused else self._plain)(hidden_RH, output, batch)
+        trainer_R = self.old_logprobs_R  # under the weights of the rollout
+        if trainer_R is None and self.at_rollout:
+            trainer_R = logprobs_R
+        if batch.sampler_logprobs_R is not None and trainer_R is not None:
             live_R = batch.weights_R != 0
-            stats = stats | gap_stats(at_rollout_R, batch.sampler_logprobs_R, live_R, self.cfg.importance_max)
+            stats = stats | gap_stats(
+                trainer_R, batch.sampler_logprobs_R, live_R, batch.seq_id_R, self.segment_sum, self.cfg.correction
+            )
         return HeadLoss(loss_sum, stats)
 
+    def _kernel_has_it(self) -> bool:
+        correction = self.cfg.correction
+        known_weights = correction.kind in ("none", "token") or correction.bypass or self.old_logprobs_R is not None
+        return self.policy_loss in FUSED_LOSSES and known_weights
+
     def _fused(self, hidden_RH: Tensor, output: OutputLayer, batch: ShardedBatch) -> tuple[Tensor, Tensor, Stats]:
-        cfg = self.cfg
+        cfg, correction, sampler_R = self.cfg, self.cfg.correction, batch.sampler_logprobs_R
+        old_R, importance_R, in_kernel = self.old_logprobs_R, None, False
+        if correction.bypass:
+            old_R = sampler_R
+        elif sampler_R is not None and old_R is not None:
+            live_R = batch.weights_R != 0
+            importance_R = importance_weights(old_R, sampler_R, live_R, batch.seq_id_R, self.segment_sum, correction)
+        else:
+            in_kernel = correction.kind == "token"
         out = linear_grpo_loss(
             hidden_RH,
             output.weight_VH,
@@ -127,16 +151,20 @@ class GrpoHead:
             self.temperature,
             weights_N=batch.weights_R,
             advantages_N=batch.advantages_R,
-            old_logprobs_N=self.old_logprobs_R,
+            old_logprobs_N=old_R,
             ref_logprobs_N=self.ref_logprobs_R,
-            sampler_logprobs_N=batch.sampler_logprobs_R,
+            sampler_logprobs_N=sampler_R if in_kernel else None,
+            importance_N=importance_R,
             clip_low=cfg.clip_low,
             clip_high=cfg.clip_high,
             clip_c=cfg.clip_c,
-            importance_max=cfg.importance_max or 0.0,
+            importance_max=correction.upper if in_kernel and sampler_R is not None else 0.0,
             kl_coef=cfg.kl_coef,
             kl_type=cfg.kl_type,
             entropy_coef=cfg.entropy_coef,
+            policy_loss=self.policy_loss,
+            tau_pos=cfg.tau_pos,
+            tau_neg=cfg.tau_neg,
             **output.options,
             **self.kernel.options,
         )
@@ -158,9 +186,9 @@ class GrpoHead:
             weights_U=batch.weights_R,
             ref_logprobs_U=self.ref_logprobs_R,
             sampler_logprobs_U=batch.sampler_logprobs_R,
-            importance_U=None,
             entropy_U=entropy_R,
             seq_id_U=batch.seq_id_R,
         )
-        out = self.policy_loss(logprobs_R, self.old_logprobs_R, loss_batch, self.segment_sum, self.cfg)
+        loss = POLICY_LOSSES[self.policy_loss]
+        out = loss(logprobs_R, self.old_logprobs_R, loss_batch, self.segment_sum, self.cfg)
         return out.loss_sum, logprobs_R.detach(), out.stats

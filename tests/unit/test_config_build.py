@@ -141,8 +141,8 @@ def test_wrong_types(document: dict[str, Any], message: str) -> None:
             "unknown key actor.ppo_max_token_len_per_gpu: verl's; here it is actor.max_tokens_per_gpu",
         ),
         (
-            {"algorithm": {"kl_ctrl": {"kl_coef": 1}}},
-            "unknown key algorithm.kl_ctrl.kl_coef: verl's; here it is actor.kl",
+            {"algorithm": {"gdpo_reward_weights": [1]}},
+            "unknown key algorithm.gdpo_reward_weights: verl's; here it is reward.functions.NAME.weight",
         ),
         (
             {"trainer": {"total_training_steps": 1}},

@@ -36,6 +36,7 @@ def refusal(overrides: Mapping[str, object], world: int = 1, ranks_per_node: int
 
 SP, TP = "actor.ulysses_sequence_parallel_size", "rollout.tensor_model_parallel_size"
 STYLE = "reward.functions.style"
+RC = "algorithm.rollout_correction"
 
 # rule, ranks, what is set, what the message holds
 BROKEN = [
@@ -49,7 +50,7 @@ BROKEN = [
     ("numbers_in_range", 1, {"rollout.temperature": 0.0}, ["rollout.temperature=0.0", "above 0"]),
     ("numbers_in_range", 1, {"rollout.top_p": 1.5}, ["rollout.top_p=1.5", "1 or less"]),
     ("numbers_in_range", 1, {"rollout.kv_cache_gib": 0}, ["rollout.kv_cache_gib=0.0", "above 0"]),
-    ("numbers_in_range", 1, {"actor.clip_ratio_low": 1.0}, ["actor.clip_ratio_low=1.0", "below 1"]),
+    ("numbers_in_range", 1, {"actor.clip_ratio_low": 1.5}, ["actor.clip_ratio_low=1.5", "1 or less"]),
     ("numbers_in_range", 1, {"actor.optim.beta2": 1.0}, ["actor.optim.beta2=1.0", "below 1"]),
     ("numbers_in_range", 1, {"rollout.min_p": -0.1}, ["rollout.min_p=-0.1", "0 or more"]),
     ("numbers_in_range", 1, {"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (only at the end)"]),
@@ -115,6 +116,67 @@ BROKEN = [
         1,
         {"actor.loss_scale_factor": 512},
         ["actor.loss_scale_factor=512.0", "actor.loss_agg_mode=token-mean", "seq-mean-token-sum-norm"],
+    ),
+    (
+        "gdpo_has_two_functions",
+        1,
+        {"algorithm.adv_estimator": "gdpo"},
+        ["algorithm.adv_estimator=gdpo", "right is the only one", "set algorithm.adv_estimator=grpo"],
+    ),
+    (
+        "one_kl_term",
+        1,
+        {"algorithm.use_kl_in_reward": True},
+        ["algorithm.use_kl_in_reward=true", "set actor.use_kl_loss=false"],
+    ),
+    (
+        "kl_ctrl_is_read",
+        1,
+        {"algorithm.kl_ctrl.type": "adaptive"},
+        ["algorithm.kl_ctrl.type=adaptive", "set algorithm.use_kl_in_reward=true"],
+    ),
+    (
+        "adaptive_kl_starts_above_0",
+        1,
+        {
+            "algorithm.use_kl_in_reward": True,
+            "actor.use_kl_loss": False,
+            "algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0},
+        },
+        ["algorithm.kl_ctrl.kl_coef=0", "set one above 0"],
+    ),
+    ("importance_bounds_fit", 1, {f"{RC}.rollout_is_threshold_lower": 0.5}, ["=0.5", "set that, or null"]),
+    (
+        "importance_bounds_fit",
+        1,
+        {f"{RC}.rollout_is": "icepop", f"{RC}.rollout_is_threshold": 0.5},
+        [f"{RC}.rollout_is=icepop", "to 0.5", "such as 0.5 and 5.0"],
+    ),
+    ("rejection_bounds_fit", 1, {f"{RC}.rollout_rs_threshold": 2.0}, ["are read only with", "both to null"]),
+    ("rejection_bounds_fit", 1, {f"{RC}.rollout_rs": "seq_mean_k3"}, ["has no bound", "such as 0.01"]),
+    (
+        "rejection_bounds_fit",
+        1,
+        {RC: {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 3.0}},
+        ["threshold_lower=3.0", "to 2.0", "below the upper one"],
+    ),
+    (
+        "rejection_bounds_fit",
+        1,
+        {RC: {"rollout_rs": "seq_sum_k2", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 1.0}},
+        ["threshold_lower=1.0", "seq_sum_k2 is a divergence"],
+    ),
+    (
+        "correction_has_logprobs",
+        1,
+        {f"{RC}.bypass_mode": True, "rollout.top_p": 0.9},
+        [f"{RC}.bypass_mode=true", "rollout.top_p=0.9", "set 1, -1, 0, 1"],
+    ),
+    (
+        "correction_has_logprobs",
+        1,
+        {RC: {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}, "rollout.top_k": 50},
+        [f"{RC}.rollout_rs=seq_mean_k1", "top_k=50"],
     ),
     (
         "warmup_ends_within_the_run",
@@ -314,6 +376,18 @@ def test_heads_that_do_not_divide(heads: tuple[int, int, int], remedy: str, key:
     assert message.startswith(f"{key}={size} does not divide")
     assert f"{num_heads} attention heads and {num_kv_heads} key-value heads" in message
     assert message.endswith(remedy)
+
+
+def test_without_groups_one_sample_is_enough() -> None:
+    check(configured({"rollout.n": 1, "algorithm.adv_estimator": "reinforce_plus_plus"}), 1)
+
+
+def test_gae_is_refused_with_the_reason_and_what_to_use() -> None:
+    with pytest.raises(ConfigError) as refused:
+        configured({"algorithm.adv_estimator": "gae"})
+    message = str(refused.value)
+    assert message.startswith("algorithm.adv_estimator must be one of grpo, dr_grpo, rloo, ")
+    assert message.endswith("a group's own rewards are the baseline; use grpo") and "GAE needs a critic" in message
 
 
 def test_model_limits() -> None:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fastgrpo.algorithm.mismatch import gap_stats
+from fastgrpo.algorithm.mismatch import Correction
+from fastgrpo.algorithm.mismatch_stats import gap_stats
 from fastgrpo.config import RunConfig
 from fastgrpo.gate import check_gap
 
@@ -14,7 +15,8 @@ def sums_of(gaps):
     """Reduced sums over tokens whose trainer logprob is the sampler's plus the gap."""
     sampler = torch.full((len(gaps),), -1.0, dtype=torch.float64)
     trainer = sampler + torch.tensor(gaps, dtype=torch.float64)
-    stats = gap_stats(trainer, sampler, torch.ones(len(gaps), dtype=torch.bool), 2.0)
+    live, ids = torch.ones(len(gaps), dtype=torch.bool), torch.arange(len(gaps))
+    stats = gap_stats(trainer, sampler, live, ids, lambda x_U, seq_id_U: x_U, Correction("token", 2.0))
     return {name: value.item() for name, value in stats.items()}
 
 

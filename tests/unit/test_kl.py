@@ -15,6 +15,8 @@ FORMULAS = {  # of d = logprob - reference: value, gradient
     "k3": (lambda d: math.exp(-d) + d - 1, lambda d: 1 - math.exp(-d)),
 }
 ALIASES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+ALIASES |= {f"{name}+": f"{formula}+" for name, formula in ALIASES.items()}
+FORMULAS |= {f"{name}+": (value, lambda d: d) for name, (value, _) in FORMULAS.items()}
 
 
 @pytest.mark.parametrize("kind", ALIASES)

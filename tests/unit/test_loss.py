@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastgrpo.algorithm.loss import (
+from fastgrpo.algorithm.losses import (
     CLIP_HIGH,
     CLIP_LOW,
     DUAL_CLIP,
@@ -15,14 +15,13 @@ from fastgrpo.algorithm.loss import (
     LossConfig,
     LossOut,
     token_stats,
-    vanilla,
 )
+from fastgrpo.algorithm.mismatch import Correction
 from fastgrpo.batch.denominators import token_weights_N
 from fastgrpo.config import LossAgg, PolicyLoss
 
-CFG = LossConfig(
-    clip_low=0.2, clip_high=0.28, clip_c=3.0, kl_coef=0.0, kl_type="k3", entropy_coef=0.0, importance_max=None
-)
+CFG = LossConfig(clip_low=0.2, clip_high=0.28, clip_c=3.0)
+vanilla = POLICY_LOSSES["vanilla"]
 MODES = [mode.value for mode in LossAgg]
 NAN, INF = math.nan, math.inf
 
@@ -32,7 +31,7 @@ def f64(values: list[float]) -> torch.Tensor:
 
 
 def batch(advantages: list[float], weights: list[float], **fields: list[float]) -> LossBatch:
-    empty = dict.fromkeys(["ref_logprobs_U", "sampler_logprobs_U", "importance_U", "entropy_U"])
+    empty = dict.fromkeys(["ref_logprobs_U", "sampler_logprobs_U", "entropy_U"])
     tensors = empty | {f"{name}_U": f64(values) for name, values in fields.items()}
     return LossBatch(f64(advantages), f64(weights), seq_id_U=torch.zeros(len(weights), dtype=torch.int64), **tensors)
 
@@ -109,7 +108,7 @@ def test_all_terms_against_a_scalar_reference() -> None:
     advantages = torch.randn(count, generator=generator, dtype=torch.float64).tolist()
     weights, entropy = torch.rand(2, count, generator=generator, dtype=torch.float64).tolist()
     weights[::7] = [0.0] * len(weights[::7])
-    cfg = replace(CFG, kl_coef=0.1, entropy_coef=0.01, importance_max=1.5)
+    cfg = replace(CFG, kl_coef=0.1, entropy_coef=0.01, correction=Correction("token", 1.5))
     b = batch(advantages, weights, ref_logprobs=ref, sampler_logprobs=sampler, entropy=entropy)
     loss, gradient, stats = run(new, old, b, cfg)
 
@@ -138,15 +137,13 @@ def test_entropy_bonus_has_a_gradient() -> None:
 
 
 def test_importance_comes_from_the_rollout_time_and_is_a_constant() -> None:
-    cfg = replace(CFG, importance_max=2.0)
+    cfg = replace(CFG, correction=Correction("token", 2.0))
     sampler = [-2.0, -1.5, -9.0]
     with_old = run([-1.0, -1.0, -1.0], [-1.0, -2.0, -1.0], batch([1, 1, 1], [1, 1, 1], sampler_logprobs=sampler), cfg)
     expected = [-2.0, 0.0, -2.0]  # min(e, 2) * 1; the ratio e is clipped; min(e^8, 2) * 1
     assert with_old[1] == pytest.approx(expected)
     without_old = run([-1.0] * 3, None, batch([1, 1, 1], [1, 1, 1], sampler_logprobs=sampler), cfg)
     assert without_old[1] == pytest.approx([-2.0, -math.exp(0.5), -2.0])
-    given = batch([1, 1, 1], [1, 1, 1], sampler_logprobs=sampler, importance=[0.5, 0.25, 0.0])
-    assert run([-1.0] * 3, None, given, cfg)[1] == pytest.approx([-0.5, -0.25, 0])
     off = batch([1, 1, 1], [1, 1, 1], sampler_logprobs=sampler)
     assert run([-1.0] * 3, None, off, CFG)[1] == [-1, -1, -1]
 
@@ -158,7 +155,7 @@ def test_importance_comes_from_the_rollout_time_and_is_a_constant() -> None:
 def test_a_masked_token_changes_no_bit(junk: tuple[float, float], mode: str) -> None:
     """Two live tokens and a masked one, against the same row with a clean masked slot."""
     weight = token_weights_N(torch.tensor([2]), torch.tensor([True]), mode, max_response_length=4).item()
-    cfg = replace(CFG, clip_high=0.2, kl_coef=0.1, entropy_coef=0.01, importance_max=2.0)
+    cfg = replace(CFG, clip_high=0.2, kl_coef=0.1, entropy_coef=0.01, correction=Correction("token", 2.0))
 
     def outcome(new: float, other: float, rest: float) -> tuple[float, list[float], dict[str, float]]:
         b = batch(
@@ -185,7 +182,9 @@ def test_masked_overflow_as_first_reported() -> None:
 @pytest.mark.parametrize("count", [0, 3])
 def test_without_any_weight_loss_and_gradient_are_zero_and_attached(count: int) -> None:
     b = batch([NAN] * count, [0.0] * count, ref_logprobs=[NAN] * count, sampler_logprobs=[-INF] * count)
-    loss, gradient, stats = run([NAN] * count, [INF] * count, b, replace(CFG, kl_coef=0.1, importance_max=2.0))
+    loss, gradient, stats = run(
+        [NAN] * count, [INF] * count, b, replace(CFG, kl_coef=0.1, correction=Correction("token", 2.0))
+    )
     assert (loss, gradient) == (0, [0.0] * count)
     assert all(x == 0 for x in stats.values())
 
@@ -225,7 +224,6 @@ def micro_batch_loss(theta: torch.Tensor, micro: list[tuple[dict, float]], pad: 
         row([s["a"] for s, _ in micro], 1.0),
         row([torch.full_like(s["a"], w) for s, w in micro], 0.0),
         row([s["ref"] for s, _ in micro], -1.0),
-        None,
         None,
         None,
         torch.zeros(len(features), dtype=torch.int64),

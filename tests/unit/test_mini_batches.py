@@ -8,13 +8,14 @@ import pytest
 import torch
 from cases import GradientReader, full_weights, make_rollouts, mini_batches_of, parity_config, policy_of, share_of
 
-from fastgrpo.algorithm.loss import POLICY_LOSSES
+from fastgrpo.algorithm.losses import LossConfig
+from fastgrpo.algorithm.mismatch import Correction
 from fastgrpo.batch.mini_batches import MiniBatch, Share, build_mini_batches, build_scoring_batches
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.config import RunConfig
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor, loss_config
-from fastgrpo.policy.head import GrpoHead, OutputLayer, score_head
+from fastgrpo.policy.head import FUSED_LOSSES, GrpoHead, OutputLayer, score_head
 from fastgrpo.policy.optim import training_state
 
 ALONE = Share(1, 0, 1, 0, 60, None, float, 0)
@@ -331,7 +332,7 @@ def one_row(sampler=None):
         sampler_logprobs_R=sampler,
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         max_seqlen=1,
-        num_sequences=1,
+        rows=(0,),
     )
 
 
@@ -348,7 +349,7 @@ def test_temperature_is_in_all_three_logprobs_and_in_the_gradient(fused):
         old_logprobs_R=scored_R,
         ref_logprobs_R=scored_R,
         fused=fused,
-        policy_loss=POLICY_LOSSES["vanilla"],
+        policy_loss="vanilla",
         segment_sum=lambda x_U, seq_id_U: x_U,
     )
     hidden_RH.requires_grad_()
@@ -359,6 +360,33 @@ def test_temperature_is_in_all_three_logprobs_and_in_the_gradient(fused):
     # d(-logprob)/d(logits) = (p - onehot) / T
     expected = (PROBABILITIES - torch.tensor([0.0, 1.0, 0.0])) / 0.5
     torch.testing.assert_close(hidden_RH.grad[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kl_type", ["k3", "k1+", "abs+"])
+@pytest.mark.parametrize("kind", ["token", "sequence", "icepop", "bypass"])
+@pytest.mark.parametrize("policy_loss", sorted(FUSED_LOSSES))
+def test_the_kernel_and_the_plain_loss_are_the_same(policy_loss, kind, kl_type):
+    """On one row of probability 0.14 whose old, reference and sampler logprobs all differ."""
+    correction = Correction("token", 1.1, bypass=True) if kind == "bypass" else Correction(kind, 1.1, 0.5)
+    cfg = LossConfig(kl_coef=0.1, kl_type=kl_type, entropy_coef=0.02, correction=correction)
+    output, found = OutputLayer(torch.eye(3), None, 1.0, 0.0), []
+    for fused in (True, False):
+        hidden_RH = torch.tensor([[2.0, 1.0, 0.0]], requires_grad=True)
+        old_R, ref_R, sampler_R = torch.tensor([[-2.0], [-1.7], [-2.2]])
+        head = GrpoHead(
+            cfg,
+            0.5,
+            old_R,
+            ref_R,
+            fused=fused,
+            policy_loss=policy_loss,
+            segment_sum=lambda x_U, seq_id_U: x_U,
+        )
+        out = head(hidden_RH, output, one_row(sampler=sampler_R))
+        out.loss_sum.backward()
+        found.append((out.loss_sum, hidden_RH.grad, {name: x.item() for name, x in out.stats.items()}))
+    torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-5, atol=1e-6)
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-5, abs=1e-6)
 
 
 def test_a_forgotten_temperature_shows_in_the_ratio():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgrpo.algorithm.loss import LossBatch, LossConfig, vanilla
+from fastgrpo.algorithm.losses import POLICY_LOSSES, LossBatch, LossConfig
 from fastgrpo.batch.denominators import token_weights_N
 from fastgrpo.batch.packing import ShardedBatch, attention_cost, pack, plan, slice_for_rank
 from fastgrpo.config import LossAgg
@@ -331,7 +331,7 @@ def test_loss_and_gradient_do_not_depend_on_dp_sp_or_budget(mode: str) -> None:
     weights_N = token_weights_N(loss_tokens_N, in_batch_N, mode, max_response_length=20)
     advantages_N = torch.tensor([1.0, -2.0, 3.0, 0.5, 100.0, -1.0, 0.0], dtype=torch.float64)
     table = torch.tensor(generator.normal(size=(10, 10)))
-    cfg = LossConfig(0.2, 0.2, 3.0, 0.1, "k3", 0.0, None)
+    cfg = LossConfig(kl_coef=0.1)
 
     def total(dp: int, sp: int, max_tokens: int) -> tuple[float, torch.Tensor, float]:
         weight, loss, tokens = table.clone().requires_grad_(), 0.0, 0.0
@@ -342,8 +342,8 @@ def test_loss_and_gradient_do_not_depend_on_dp_sp_or_budget(mode: str) -> None:
                     logits_RV = weight[shard.input_ids_U[shard.rows_R]]
                     logprobs_R = logits_RV.log_softmax(1).gather(1, shard.targets_R[:, None])[:, 0]
                     ref_R = torch.full_like(logprobs_R, -2.3).detach()
-                    b = LossBatch(shard.advantages_R, shard.weights_R, ref_R, None, None, None, shard.seq_id_R)
-                    out = vanilla(logprobs_R, None, b, lambda x, _: x, cfg)
+                    b = LossBatch(shard.advantages_R, shard.weights_R, ref_R, None, None, shard.seq_id_R)
+                    out = POLICY_LOSSES["vanilla"](logprobs_R, None, b, lambda x, _: x, cfg)
                     out.loss_sum.backward()
                     loss, tokens = loss + out.loss_sum.item(), tokens + out.stats["tokens"].item()
         assert weight.grad is not None

@@ -28,6 +28,7 @@ LAYERS = [
     {"config", "records", "paths"},
     {"console", "hub", "mesh", "algorithm", "batch", "compose"},
     {"launch", "metrics"},
+    {"groups"},
     {"policy", "reward", "data", "gate", "plan"},
     {"rollout", "checkpoint", "gpu"},
     {"evaluate"},

@@ -11,10 +11,11 @@ import torch
 from fastgrpo.batch.mini_batches import Share, build_mini_batches
 from fastgrpo.config import RunConfig
 from fastgrpo.errors import UserError
-from fastgrpo.metrics import JsonlFile, Sums, gap_metrics, loss_metrics, plot_rewards, ratio, write_rows
+from fastgrpo.groups import make_groups
+from fastgrpo.metrics import JsonlFile, Sums, loss_metrics, plot_rewards, ratio, write_rows
 from fastgrpo.policy.actor import UpdateResult
 from fastgrpo.records import Rollout, Sample, Score
-from fastgrpo.summary import length_metrics, make_groups, make_record, reward_metrics, tail_seconds
+from fastgrpo.summary import length_metrics, make_record, reward_metrics, tail_seconds
 
 
 def sample(reward=0.0, *, length=3, reason="stop", status="scored", prompt=2, uid="p", seconds=0.0, **score):
@@ -188,31 +189,6 @@ def test_a_step_without_tokens_has_zeros_and_no_kl():
     metrics = loss_metrics({})
     assert set(metrics.values()) == {0.0} and "actor/kl" not in metrics
     assert ratio(3.0, 0.0) == 0.0
-
-
-def test_gap_metrics_by_hand():
-    """Gaps 0.1, -0.3, importance weights 1 and 0.5 of two tokens."""
-    sums = {
-        "gap_tokens": 2.0,
-        "gap": -0.2,
-        "gap_abs": 0.4,
-        "gap_abs_max": 0.3,
-        "gap_k3": 0.06,
-        "gap_truncated": 1.0,
-        "importance": 1.5,
-        "importance_sq": 1.25,
-    }
-    expected = {
-        "gap/abs_mean": 0.2,
-        "gap/mean": -0.1,
-        "gap/abs_max": 0.3,
-        "gap/k3": 0.03,
-        "gap/truncated": 0.5,
-        "gap/importance_mean": 0.75,
-        "gap/effective_sample_share": 0.9,  # 1.5^2 / (2 * 1.25)
-    }
-    assert gap_metrics(sums) == pytest.approx(expected)
-    assert expected.keys() <= loss_metrics(sums).keys()
 
 
 # ---- the record and the files

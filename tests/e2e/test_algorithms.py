@@ -1,0 +1,135 @@
+"""Steps of whole trainers on a CPU with a tiny model, one an algorithm: what the options change, seen in the record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from cases import one_process
+
+from fastgrpo import RunConfig, Trainer
+from fastgrpo.config import build
+from fastgrpo.records import RewardRequest, Score
+
+PROMPTS = ["Say hello.", "Name a colour.", "Count."]
+
+
+def length(response: str) -> float:
+    return len(set(response)) / 10
+
+
+class InProcess:
+    """Rewards without worker processes, whose start would take most of these tests' time."""
+
+    def __init__(self, function: Callable[[str], float]) -> None:
+        self.function = function
+
+    notes: tuple[str, ...] = ()
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
+        scores = [self.function(request.response) for request in requests]
+        return [Score(score, {"reward": score}, {}, "scored") for score in scores]
+
+
+@pytest.fixture
+def trainer(tiny_model, monkeypatch) -> Iterator[Callable[..., Trainer]]:
+    """`trainer(document)`: three prompts, three samples each, one process."""
+    monkeypatch.setattr("fastgrpo.stages.build_rewards", lambda config, function, **_: InProcess(function))
+    with one_process():
+        yield lambda document, reward=length: Trainer(
+            config_of(str(tiny_model), document), prompts=PROMPTS, reward=reward
+        )
+
+
+def config_of(model: str, document: dict[str, Any]) -> RunConfig:
+    base = {
+        "model": {"path": model},
+        "data": {"train_batch_size": 3, "max_prompt_length": 64, "max_response_length": 8},
+        "rollout": {"name": "hf", "n": 3},
+        "trainer": {"device": "cpu", "max_steps": 2},
+        "actor": {"use_kl_loss": False, "optim": {"lr": 1e-3}},
+    }
+    return build(merge(base, document))
+
+
+def merge(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for key, value in more.items():
+        out[key] = merge(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def test_kl_in_the_reward_with_an_adaptive_coefficient(trainer):
+    """At step 1 policy and reference are one, at step 2 they are not: the penalty and the coefficient follow."""
+    ctrl = {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.1, "horizon": 90}
+    t = trainer({"algorithm": {"use_kl_in_reward": True, "kl_penalty": "k3", "kl_ctrl": ctrl}})
+    first = t.step()
+    assert first.metrics["reward/kl_penalty"] == pytest.approx(0, abs=1e-5)
+    assert t.stages.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 9 / 90))  # far below the target
+    second = t.step()
+    assert second.metrics["reward/kl_penalty"] > 1e-4
+    assert second.kl is None  # no KL term in the loss
+    rewards = [r for group in second.rewards_PG for r in group]
+    assert all(r is not None and abs(r * 10 - round(r * 10)) < 1e-9 for r in rewards)  # scores are shown as they are
+
+
+def test_rejection_takes_sequences_out_of_the_counts(trainer):
+    """A bound that nothing meets: every sequence is rejected, no update is made, and it is said."""
+    correction = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1 + 1e-12}
+    record = trainer(
+        {"algorithm": {"rollout_correction": correction | {"rollout_rs_threshold_lower": 1.0 + 1e-13}}}
+    ).step()
+    share = record.metrics["rollout_corr/rollout_rs_seq_masked_fraction"]
+    assert share > 0.5 and record.metrics["actor/trained_tokens"] < 9 * 8
+    kept = trainer(
+        {"algorithm": {"rollout_correction": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}}}
+    ).step()
+    assert kept.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 0
+    assert kept.metrics["actor/trained_tokens"] > 0
+
+
+def test_bypass_takes_the_engines_logprobs_for_old(trainer):
+    t = trainer({"algorithm": {"rollout_correction": {"bypass_mode": True}}, "actor": {"ppo_epochs": 2}})
+    record = t.step()
+    assert "old" in record.timings and record.metrics["actor/updates"] == 2
+    assert record.metrics["actor/ratio_max"] > 1.001  # the second pass sees other weights
+    assert record.metrics["gap/abs_mean"] < 1e-4  # the gap speaks of the first alone
+    assert record.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4)
+
+
+ALGORITHMS = {
+    "gspo": {
+        "actor": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "ppo_epochs": 2},
+        "algorithm": {"rollout_correction": {"rollout_is": "sequence"}},
+    },
+    "cispo": {"actor": {"policy_loss": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 4.0, "ppo_epochs": 2}},
+    "sapo": {"actor": {"policy_loss": "sapo", "ppo_epochs": 2}, "algorithm": {"adv_estimator": "rloo"}},
+    "dppo_tv": {"actor": {"policy_loss": "dppo_tv", "ppo_epochs": 2}, "algorithm": {"adv_estimator": "opo"}},
+    "geo_mean": {"actor": {"policy_loss": "geo_mean", "ppo_epochs": 2}, "algorithm": {"adv_estimator": "grpo_passk"}},
+    "reinforce": {
+        "actor": {"policy_loss": "reinforce", "entropy_coeff": 0.01},
+        "algorithm": {"adv_estimator": "reinforce_plus_plus", "rollout_correction": {"rollout_is": "icepop"}},
+    },
+    "baseline": {
+        "actor": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3+"},
+        "algorithm": {"adv_estimator": "reinforce_plus_plus_baseline"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_two_steps_of_each(trainer, name):
+    t = trainer(ALGORITHMS[name])
+    for _ in range(2):
+        record = t.step()
+        updates = record.metrics["actor/updates"]
+        assert updates == ALGORITHMS[name]["actor"].get("ppo_epochs", 1)
+        assert record.metrics["actor/skipped_updates"] == 0 and record.metrics["actor/grad_norm"] > 0
+        assert all(math.isfinite(x) for x in record.metrics.values())
+        assert record.metrics["gap/abs_mean"] < 1e-4
