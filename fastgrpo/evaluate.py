@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.config import RunConfig
 from fastgrpo.mesh import Mesh
 from fastgrpo.metrics import write_rows
-from fastgrpo.records import Prompt, Sample, Sampling
-from fastgrpo.reward import RewardRunner
+from fastgrpo.records import Prompt, Rollout, Sample, Sampling
+from fastgrpo.reward import Rewards
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
 from fastgrpo.rollout.engine import RolloutEngine
 
@@ -28,24 +28,30 @@ class Validation:
     metrics: dict[str, float]
 
 
-def validate(
-    engine: RolloutEngine,
-    rewards: RewardRunner,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    config: RunConfig,
-    mesh: Mesh,
-    *,
-    step: int,
-    answers: Path | None,
-) -> Validation:
-    """Inside `engine.awake`; a collective. `answers`: where to write the answers, on the rank that is given it."""
+def draw_answers(
+    engine: RolloutEngine, prompts: Sequence[Prompt], config: RunConfig, mesh: Mesh, *, step: int
+) -> list[Rollout]:
+    """This rank's engine's share of the answers. Inside `engine.awake`; every rank must call it."""
     val = config.rollout.val_kwargs
     sampling = Sampling(val.temperature, val.top_p, val.top_k, 0.0, 1.0)
     requests = make_requests(
         prompts, val.n, run_seed=config.trainer.seed + 1, step=step, max_tokens=config.data.max_response_length
     )
-    own = draw_own(engine, requests, val.n, sampling, mesh)
+    return draw_own(engine, requests, val.n, sampling, mesh)
+
+
+def validate(
+    own: Sequence[Rollout],
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    *,
+    step: int,
+    answers: Path | None,
+) -> Validation:
+    """Score what `draw_answers` drew, while the engine sleeps (a reward may need the GPU); a collective. `answers`:
+    where to write the answers, on the rank that is given it."""
     samples = share_samples(score_own(rewards, own, prompts, tokenizer, mesh, step=step), mesh)
     if answers is not None:
         write_rows(answers, answer_rows(samples, prompts))

@@ -34,7 +34,7 @@ from fastgrpo.policy.head import OutputLayer
 from fastgrpo.policy.model import Policy, blocks, build_policy
 from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo.records import Sampling
-from fastgrpo.reward import RewardRunner, build_rewards
+from fastgrpo.reward import Rewards, build_rewards
 from fastgrpo.rollout import build_engine
 from fastgrpo.rollout.engine import RolloutEngine, engine_dtype, reports_logprobs
 
@@ -51,7 +51,7 @@ class Stages:
     train: PromptSet
     val: PromptSet
     total_steps: int
-    rewards: RewardRunner
+    rewards: Rewards
     actor: Actor
     engine: RolloutEngine
     engine_bytes: int  # of torch's memory, counted also while the engine sleeps; 0 on a CPU
@@ -107,6 +107,8 @@ def build_stages(
     policy = _build_policy(config, model_dir, mesh, trainable=True)
     reference = _build_policy(config, ref_dir, mesh, trainable=False) if needs_reference(config) else None
     actor = Actor(policy, reference, config, steps * layout.updates_per_step)
+    if mesh.tp_rank == 0:  # the ranks that score
+        rewards.load(mesh.device)
     before = _allocated(mesh.device)
     engine = build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
     engine_bytes = _allocated(mesh.device) - before

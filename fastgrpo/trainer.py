@@ -24,7 +24,7 @@ from fastgrpo.checkpoint import save_model
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.data.order import step_prompts
-from fastgrpo.evaluate import Validation, answer_rows, validate
+from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
 from fastgrpo.gate import check_gap
 from fastgrpo.groups import Groups, make_groups
 from fastgrpo.metrics import Sums
@@ -112,10 +112,9 @@ class Trainer:
         s, step = self.stages, self.steps_done
         answers = None if report is None else report.answers(step)
         with s.engine.awake(s.actor.export, s.actor.version):
-            result = validate(
-                s.engine, s.rewards, s.val.prompts, s.tokenizer, self.config, s.mesh, step=step, answers=answers
-            )
+            own = draw_answers(s.engine, s.val.prompts, self.config, s.mesh, step=step)
         s.actor.take_back()
+        result = validate(own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, answers=answers)
         if report is not None:
             report.validation(step, result)
         return result

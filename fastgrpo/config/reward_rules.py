@@ -67,6 +67,38 @@ def code_limits_fit(c: RunConfig, layout: Layout) -> Iterator[str]:
             )
 
 
+def judges_and_models_are_found(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        key = f"reward.functions.{label}"
+        if function.url is not None and not re.match(r"https?://[^/\s]", function.url):
+            yield f"{key}.url={function.url} must begin with http:// or https://"
+        if function.kind == "judge" and not (function.url and function.model):
+            yield (
+                f"{key}.url={function.url} and {key}.model={function.model!r} must name an endpoint and its model, "
+                f"such as {key}.url=http://localhost:8000/v1 {key}.model=Qwen/Qwen2.5-7B-Instruct"
+            )
+        if function.kind == "model" and (function.path is None) == (function.url is None):
+            yield (
+                f"{key}.path={function.path}, {key}.url={function.url}: a reward model is one of them; set "
+                f"{key}.path to a folder or hub id, or {key}.url to an endpoint"
+            )
+        if function.kind == "file" and function.path is None:
+            yield f"{key}.path=None must be a file of scores; set {key}.path=FILE.jsonl"
+
+
+def judges_and_models_can_run(c: RunConfig, layout: Layout) -> Iterator[str]:
+    for label, function in c.reward.functions.items():
+        key = f"reward.functions.{label}"
+        for option in ("micro_batch_size_per_gpu", "max_tokens"):
+            if (value := getattr(function, option)) < 1:
+                yield f"{key}.{option}={value} is out of range; set 1 or more"
+        for option in ("max_retries", "temperature"):
+            if (value := getattr(function, option)) < 0:
+                yield f"{key}.{option}={value} is out of range; set 0 or more"
+        if function.max_score <= 0:
+            yield f"{key}.max_score={function.max_score} is out of range; set a number above 0"
+
+
 def length_reward_fits(c: RunConfig, layout: Layout) -> Iterator[str]:
     for label, function in c.reward.functions.items():
         if function.kind != "length":

@@ -20,11 +20,16 @@ RewardKind = StrEnum(
         "format": "format",
         "length": "length",
         "rules": "rules",
+        "model": "model",
+        "judge": "judge",
+        "file": "file",
         "custom": "custom",
     },
 )
 AnswerMode = StrEnum("AnswerMode", {"strict": "strict", "flexible": "flexible"})
 Isolation = StrEnum("Isolation", {"full": "full", "best_effort": "best_effort"})
+RewardInput = StrEnum("RewardInput", {"prompt_response": "prompt_response", "response": "response"})
+RewardDevice = StrEnum("RewardDevice", {"auto": "auto", "cpu": "cpu"})
 LengthShape = StrEnum("LengthShape", {"overlong": "overlong", "linear": "linear"})
 
 
@@ -53,12 +58,28 @@ class RewardFunctionConfig:
     tags: list[str] = field(default_factory=lambda: ["think", "answer"])  # format: one block each, in this order
     tag_opened: bool = False  # format: the chat template has opened the first tag already
     shape: LengthShape = LengthShape["overlong"]  # length: DAPO's soft overlong punishment, or -tokens / max_length
-    max_length: int | None = None  # length: tokens; default data.max_response_length
+    max_length: int | None = None  # tokens; length: default data.max_response_length; model: default what it can read
     overlong_buffer_len: int = 0  # length: tokens before max_length over which the punishment grows
     overlong_penalty_factor: float = 1.0  # length: the punishment at max_length
     rules: list[RegexRule] = field(default_factory=list)  # rules: scores of all matching rules are summed
-    path: str | None = None  # custom: a Python file
+    path: str | None = None  # custom: a Python file; model: a folder or hub id; file: .jsonl, .json or .parquet
     name: str = "compute_score"  # custom: the function in it
+    url: str | None = None  # judge: OpenAI-compatible, up to /v1; model: instead of `path`
+    api_key_env: str | None = None  # judge, model at a url: environment variable with the key
+    max_retries: int = 3  # judge, model at a url
+    input: RewardInput = RewardInput["prompt_response"]  # model: what it reads
+    device: RewardDevice = RewardDevice["auto"]  # model: auto = the trainer's
+    offload: bool = True  # model: keep it in host memory while it does not score
+    micro_batch_size_per_gpu: int = 16  # model: sequences a forward
+    label: str | None = None  # model: of several labels, the one whose probability is the score
+    sigmoid: bool = False  # model: of the logit of a model with one label
+    model: str = ""  # judge: the model's name at the endpoint
+    prompt_template: str | None = (
+        None  # judge: a text with {prompt}, {response}, {reference}, ... or a file; null = ours
+    )
+    max_score: float = 10.0  # judge: its best number; the score is its share of that
+    temperature: float = 0.0  # judge
+    max_tokens: int = 1024  # judge: tokens of a judgement
 
 
 READ_BY: dict[str, tuple[str, ...]] = {
@@ -76,12 +97,26 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "tags": ("format",),
     "tag_opened": ("format",),
     "shape": ("length",),
-    "max_length": ("length",),
+    "max_length": ("length", "model"),
     "overlong_buffer_len": ("length",),
     "overlong_penalty_factor": ("length",),
     "rules": ("rules",),
-    "path": ("custom",),
+    "path": ("custom", "model", "file"),
     "name": ("custom",),
+    "url": ("judge", "model"),
+    "api_key_env": ("judge", "model"),
+    "max_retries": ("judge", "model"),
+    "input": ("model",),
+    "device": ("model",),
+    "offload": ("model",),
+    "micro_batch_size_per_gpu": ("model",),
+    "label": ("model",),
+    "sigmoid": ("model",),
+    "model": ("judge",),
+    "prompt_template": ("judge",),
+    "max_score": ("judge",),
+    "temperature": ("judge",),
+    "max_tokens": ("judge",),
 }
 NEEDS_REFERENCE = ("gsm8k", "math", "code", "choice", "exact")
 

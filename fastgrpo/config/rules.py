@@ -42,6 +42,8 @@ from fastgrpo.config.layout import Layout
 from fastgrpo.config.ranges import numbers_in_range
 from fastgrpo.config.reward_rules import (
     code_limits_fit,
+    judges_and_models_are_found,
+    judges_and_models_can_run,
     length_reward_fits,
     patterns_compile,
     reward_functions_are_complete,
@@ -171,6 +173,8 @@ RULES: tuple[Rule, ...] = (
     reward_functions_are_complete,
     reward_options_are_read,
     code_limits_fit,
+    judges_and_models_are_found,
+    judges_and_models_can_run,
     length_reward_fits,
     patterns_compile,
 )

@@ -18,11 +18,9 @@ from fastgrpo.data.arithmetic import make_tasks
 from fastgrpo.errors import UserError
 from fastgrpo.hub import looks_local, resolve_dataset
 from fastgrpo.paths import config_dir
+from fastgrpo.rows import SUFFIXES, Row, read_file
 
 Split = Literal["train", "val"]
-Row = Mapping[str, Any]
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
 ARITHMETIC = "arithmetic"
 
 
@@ -77,66 +75,6 @@ def _read_entry(entry: str, data: DataConfig, split: Split, seed: int, option: s
     return Source(
         entry, f"{entry} ({data.hub_config or 'default'}/{hub_split})", rows, data.prompt_key, data.reference_key
     )
-
-
-def read_file(file: Path, option: str) -> list[Row]:
-    """Rows of a .jsonl, .json (a list, or {"data": a list}) or .parquet file."""
-    if file.suffix == ".parquet":
-        return _read_parquet(file, option)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option}: {file} is not UTF-8 text ({error}): save it in UTF-8") from error
-    rows = _parse_lines(text, file, option) if file.suffix == ".jsonl" else _parse_json(text, file, option)
-    for index, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise UserError(f"{option}: {file} row {index} is {_shown(row)}, not an object with named columns")
-    return rows
-
-
-def _read_parquet(file: Path, option: str) -> list[Row]:
-    import pyarrow  # here, because only parquet needs it and importing it takes a while
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(file).read().to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{option}: {file} is no readable parquet file: {error}") from error
-
-
-def _parse_lines(text: str, file: Path, option: str) -> list[Any]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would also cut at U+2028 inside a string
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{option}: {file} line {number} is not JSON: {error.msg} at column {error.colno}"
-                ) from error
-    return rows
-
-
-def _parse_json(text: str, file: Path, option: str) -> list[Any]:
-    try:
-        content = json.loads(text) if text.strip() else []
-    except json.JSONDecodeError as error:
-        hint = "; one JSON object a line is a .jsonl file: rename it" if error.msg == "Extra data" else ""
-        raise UserError(
-            f"{option}: {file} is not JSON: {error.msg} at line {error.lineno} column {error.colno}{hint}"
-        ) from error
-    rows = content.get("data") if isinstance(content, dict) else content
-    if not isinstance(rows, list):
-        raise UserError(
-            f'{option}: {file} must be a list of rows or {{"data": a list of rows}}, it is {_shown(content)}'
-        )
-    return rows
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"an object with the keys {', '.join(value) or '(none)'}"
-    return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 def lookup(row: Row, key: str) -> Any:

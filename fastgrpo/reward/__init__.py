@@ -4,7 +4,8 @@
     scores = runner.score(requests)                      # list[RewardRequest] -> list[Score], in order
 
     function.py  what a reward function is            gsm8k.py, ... custom.py      one kind each
-    runner.py    scheduling, timeouts, totals         process.py, worker.py        the two ends of a worker process
+    rewards.py   all together: Scores from Outcomes   runner.py                    scheduling, timeouts of workers
+    worker.py    what a worker does                   process.py                   the trainer's end of one
 
 Another kind is one file with `build(label, config, setting) -> RewardFunction`, a line in KINDS, and its name and
 options in config/reward_schema.py.
@@ -17,16 +18,29 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastgrpo.errors import ConfigError
-from fastgrpo.reward import choice, code_tests, custom, exact, gsm8k, length, math_answers, rules, tags
-from fastgrpo.reward.function import RewardFunction, Setting
-from fastgrpo.reward.runner import RewardRunner
+from fastgrpo.reward import (
+    choice,
+    code_tests,
+    custom,
+    exact,
+    gsm8k,
+    judge,
+    length,
+    math_answers,
+    reward_model,
+    rules,
+    score_file,
+    tags,
+)
+from fastgrpo.reward.function import LocalReward, RewardFunction, Setting
+from fastgrpo.reward.rewards import Rewards
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RewardConfig, RewardFunctionConfig
 
-__all__ = ["KINDS", "RewardFunction", "RewardRunner", "build_rewards"]
+__all__ = ["KINDS", "RewardFunction", "Rewards", "build_rewards"]
 
-KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction]] = {
+KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction | LocalReward]] = {
     "gsm8k": gsm8k.build,
     "math": math_answers.build,
     "code": code_tests.build,
@@ -35,29 +49,34 @@ KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction]]
     "format": tags.build,
     "length": length.build,
     "rules": rules.build,
+    "model": reward_model.build,
+    "judge": judge.build,
+    "file": score_file.build,
     "custom": custom.build,
 }
 
 
 def build_rewards(
     config: RewardConfig, function: Callable[..., object] | None = None, *, max_response_length: int = 1024
-) -> RewardRunner:
+) -> Rewards:
     """The configured functions, and `function` (a Python callable, weight 1) when one is given. Starts no worker.
 
     Raises ConfigError or UserError for everything that is wrong with them and can be seen without running them.
     """
     setting = Setting(config.timeout_s, max_response_length)
-    functions = [KINDS[str(c.kind)](label, c, setting) for label, c in config.functions.items()]
+    functions: list[RewardFunction | LocalReward] = [
+        KINDS[str(c.kind)](label, c, setting) for label, c in config.functions.items()
+    ]
     if function is not None:
         functions.append(custom.build_callable(function))
     _check_some(functions)
     _check_labels(functions)
     _check_weights(functions)
     _check_limits(config)
-    return RewardRunner(functions, config.num_workers, config.timeout_s)
+    return Rewards(functions, config.num_workers, config.timeout_s)
 
 
-def _check_some(functions: list[RewardFunction]) -> None:
+def _check_some(functions: list[RewardFunction | LocalReward]) -> None:
     if not functions:
         raise ConfigError(
             "no reward is set, so there is nothing to learn. Add to the configuration, for a function of your own:\n"
@@ -69,7 +88,7 @@ def _check_some(functions: list[RewardFunction]) -> None:
         )
 
 
-def _check_labels(functions: list[RewardFunction]) -> None:
+def _check_labels(functions: list[RewardFunction | LocalReward]) -> None:
     labels = [function.label for function in functions]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -79,7 +98,7 @@ def _check_labels(functions: list[RewardFunction]) -> None:
         )
 
 
-def _check_weights(functions: list[RewardFunction]) -> None:
+def _check_weights(functions: list[RewardFunction | LocalReward]) -> None:
     for function in functions:
         if not math.isfinite(function.weight):
             raise ConfigError(f"reward.functions.{function.label}.weight is {function.weight}. Give a finite number.")

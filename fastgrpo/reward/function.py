@@ -65,11 +65,11 @@ class LocalReward(Protocol):
     """A reward that is computed in the trainer's own process: one that needs its GPU, or only looks something up."""
 
     label: str
-    source: str
     weight: float
+    notes: tuple[str, ...]
 
-    def load(self, device: torch.device | None) -> None:
-        """Before the engine is built, on every rank that scores. None: on the host."""
+    def load(self, device: torch.device) -> None:
+        """On every rank that scores, before the engine is built. `device` is the trainer's."""
         ...
 
     def outcomes(self, requests: Sequence[RewardRequest]) -> list[Outcome]:

@@ -1,6 +1,6 @@
 """Runs reward functions on the samples of a step, in worker processes that can be killed.
 
-    jobs (function, sample) -> queue -> few at a time to each worker -> outcomes -> one Score a sample, in order
+    jobs (function, sample) -> queue -> few at a time to each worker -> outcomes, an Outcome a function and sample
 
 A call that takes longer than `timeout_s` costs its worker: the process group is killed, another one started, and that
 sample is "timeout" for that function. A sample that kills its worker is "error". Neither is a 0: the sample is unscored
@@ -11,7 +11,7 @@ How many jobs a message holds follows from the speed seen so far, so that slow f
 pay for messages. A worker that is far slower than its function's mean is `overdue`: what it has not begun goes to
 others (if it gets to it after all, the first answer counts), and a spare worker stands in for it. So a few hanging
 samples cost one timeout together, not one each.
-Everything happens in the thread that calls `score`, one call at a time.
+Everything happens in the thread that calls `outcomes`, one call at a time. What they come to is rewards.py's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from typing import Any
 import cloudpickle
 
 from fastgrpo.errors import UserError
-from fastgrpo.records import RewardRequest, Score
+from fastgrpo.records import RewardRequest
 from fastgrpo.reward.function import Outcome, RewardFunction, arguments_of
 from fastgrpo.reward.process import Job, Nursery, WorkerProcess
 from fastgrpo.reward.signature import Form
-from fastgrpo.reward.total import refuse_if_all_raise, total
 
 _MESSAGE_S = 0.02  # work that one message should hold
 _MESSAGE_JOBS = 64  # and the most jobs in it
@@ -71,7 +70,6 @@ class RewardRunner:
         self._timeout_s = timeout_s
         self._payloads = [(str(function), _pickled(function)) for function in functions]
         self._speeds = [_Speed() for _ in functions]
-        self._first = True  # no batch has been scored yet
         self._forms: list[Form] = []  # how each function is called; known when a worker has loaded them
         self._load_s = 0.0  # that a worker took to load the functions
         self._nursery: Nursery | None = None
@@ -79,14 +77,9 @@ class RewardRunner:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the user should know of the functions before they run."""
-        return tuple(note for function in self.functions for note in function.notes)
-
     def start(self) -> None:
         """Start the workers and wait until one has loaded every function. UserError when one cannot be loaded.
-        `score` does it too; calling it early shows the mistake before the model is loaded."""
+        `outcomes` does it too; calling it early shows the mistake before the model is loaded."""
         with self._lock, self._killing_on_error():
             batch = _Batch(())
             self._staff(batch)
@@ -94,10 +87,10 @@ class RewardRunner:
                 self._turn(batch)
                 self._staff(batch)
 
-    def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
-        """One Score a request, in the order of the requests. From any thread. UserError for a mistake in a function."""
-        if not requests:
-            return []
+    def outcomes(self, requests: Sequence[RewardRequest]) -> list[list[Outcome]]:
+        """For each function, an Outcome a request, in order. From any thread. UserError for a mistake in a function."""
+        if not requests or not self.functions:
+            return [[] for _ in self.functions]
         with self._lock, self._killing_on_error():
             batch = _Batch(requests, deque((f, i) for f in range(len(self.functions)) for i in range(len(requests))))
             num_jobs = len(batch.queue)
@@ -105,16 +98,11 @@ class RewardRunner:
                 self._staff(batch)
                 self._hand_out(batch)
                 self._turn(batch)
-            if self._first:
-                for f, function in enumerate(self.functions):
-                    refuse_if_all_raise(function, [batch.outcomes[f, i] for i in range(len(requests))])
-                self._first = False
             self._rest()
-        indices = range(len(self.functions))
-        return [total(self.functions, [batch.outcomes[f, i] for f in indices]) for i in range(len(requests))]
+        return [[batch.outcomes[f, i] for i in range(len(requests))] for f in range(len(self.functions))]
 
     def close(self) -> None:
-        """End the workers. A later `score` would start new ones."""
+        """End the workers. A later `outcomes` would start new ones."""
         with self._lock:
             self._end_all()
 

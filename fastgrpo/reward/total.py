@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from fastgrpo.errors import UserError
 from fastgrpo.records import Score
-from fastgrpo.reward.function import Outcome, RewardFunction
+from fastgrpo.reward.function import LocalReward, Outcome, RewardFunction
 
 _STATUSES = ("scored", "unscored", "timeout", "error")  # from best to worst
 
 
-def total(functions: Sequence[RewardFunction], outcomes: Sequence[Outcome]) -> Score:
+def total(functions: Sequence[RewardFunction | LocalReward], outcomes: Sequence[Outcome]) -> Score:
     """One sample's Score from one outcome a function: the weighted sum, or None when a part of it is missing."""
     pairs = list(zip(functions, outcomes, strict=True))
     counted = [(f.weight, outcome.score) for f, outcome in pairs if f.weight != 0]
@@ -27,7 +27,7 @@ def total(functions: Sequence[RewardFunction], outcomes: Sequence[Outcome]) -> S
     )
 
 
-def refuse_if_all_raise(function: RewardFunction, outcomes: Sequence[Outcome]) -> None:
+def refuse_if_all_raise(function: RewardFunction | LocalReward, outcomes: Sequence[Outcome]) -> None:
     """UserError when every sample failed with the same error: its type and place, for texts may quote the sample."""
     kinds = {(o.status, o.where, (o.error or "").partition(":")[0]) for o in outcomes}
     first = outcomes[0]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.mesh import Mesh, engine_slice
 from fastgrpo.records import Prompt, Request, RewardRequest, Rollout, Sample, Sampling
-from fastgrpo.reward import RewardRunner
+from fastgrpo.reward import Rewards
 from fastgrpo.rollout.engine import RolloutEngine, sample_seed
 
 
@@ -40,7 +40,7 @@ def draw_own(
 
 
 def score_own(
-    rewards: RewardRunner,
+    rewards: Rewards,
     rollouts: Sequence[Rollout],
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,

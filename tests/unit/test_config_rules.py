@@ -37,6 +37,7 @@ def refusal(overrides: Mapping[str, object], world: int = 1, ranks_per_node: int
 SP, TP = "actor.ulysses_sequence_parallel_size", "rollout.tensor_model_parallel_size"
 STYLE = "reward.functions.style"
 RC = "algorithm.rollout_correction"
+JUDGE = {"kind": "judge", "url": "http://a/v1", "model": "m"}
 
 # rule, ranks, what is set, what the message holds
 BROKEN = [
@@ -262,6 +263,22 @@ BROKEN = [
         {STYLE: {"kind": "code", "time_limit_s": 25}},
         [f"{STYLE}.time_limit_s=25.0", "reward.timeout_s=30.0", "set reward.timeout_s=37"],
     ),
+    (
+        "judges_and_models_are_found",
+        1,
+        {STYLE: {"kind": "judge", "url": "http://a/v1"}},
+        [f"{STYLE}.model=''", "8000/v1"],
+    ),
+    ("judges_and_models_are_found", 1, {STYLE: {**JUDGE, "url": "a:8000"}}, [f"{STYLE}.url=a:8000", "http://"]),
+    (
+        "judges_and_models_are_found",
+        1,
+        {STYLE: {"kind": "model"}},
+        [f"{STYLE}.path=None", f"{STYLE}.url=None", "one of"],
+    ),
+    ("judges_and_models_are_found", 1, {STYLE: {"kind": "file"}}, [f"{STYLE}.path=None", "FILE.jsonl"]),
+    ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_score": 0}}, [f"{STYLE}.max_score=0", "above 0"]),
+    ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_retries": -1}}, [f"{STYLE}.max_retries=-1", "0 or more"]),
     ("length_reward_fits", 1, {STYLE: {"kind": "length", "max_length": 0}}, [f"{STYLE}.max_length=0", "null"]),
     (
         "length_reward_fits",

@@ -25,7 +25,7 @@ KERNELS_USER = "fastgrpo.policy.head"
 # know each other. `fastgrpo` itself, the package's __init__, imports the trainer only when a user asks for it.
 LAYERS = [
     {"errors", "clock", "flops", "fastgrpo"},
-    {"config", "records", "paths"},
+    {"config", "records", "paths", "rows"},
     {"console", "hub", "mesh", "algorithm", "batch", "compose"},
     {"launch", "metrics"},
     {"groups"},

@@ -22,7 +22,7 @@ import pytest
 from fastgrpo.config import RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
 from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest, Score
-from fastgrpo.reward import RewardRunner, build_rewards
+from fastgrpo.reward import Rewards, build_rewards
 from fastgrpo.reward.function import BadReturn, read_return
 
 MARGIN_S = 1.0
@@ -47,7 +47,7 @@ def workers() -> list[psutil.Process]:
 @contextmanager
 def running(
     function: Callable[..., object] | None = None, config: RewardConfig | None = None, **limits: float
-) -> Iterator[RewardRunner]:
+) -> Iterator[Rewards]:
     runner = build_rewards(config or RewardConfig(**{"num_workers": 2, "timeout_s": 20.0, **limits}), function)  # type: ignore[arg-type]
     try:
         yield runner
