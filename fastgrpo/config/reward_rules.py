@@ -12,6 +12,7 @@ from fastgrpo.config.layout import Layout
 from fastgrpo.config.reward_schema import NEEDS_REFERENCE, READ_BY, RewardFunctionConfig, RewardKind
 from fastgrpo.config.schema import RunConfig
 
+INHERITED = {"mode", "format_score"}  # may stay behind when an experiment exchanges the kind of another's function
 _SANDBOX_S = 12  # to make a sandbox on a busy machine, and to end it
 
 
@@ -41,7 +42,7 @@ def reward_options_are_read(c: RunConfig, layout: Layout) -> Iterator[str]:
     default = RewardFunctionConfig()
     for label, function in c.reward.functions.items():
         key = f"reward.functions.{label}"
-        for option in (field.name for field in fields(function) if field.name in READ_BY):
+        for option in (field.name for field in fields(function) if field.name in READ_BY.keys() - INHERITED):
             value, kinds = getattr(function, option), READ_BY[option]
             if value != getattr(default, option) and function.kind not in kinds:
                 shown = "" if isinstance(value, list) else f"={value}"

@@ -254,7 +254,7 @@ BROKEN = [
         [f"{STYLE}.path=a.py is not read", f"set {STYLE}.kind=custom"],
     ),
     ("reward_functions_are_complete", 1, {"data.reference_key": None}, ["kind=gsm8k", "data.reference_key"]),
-    ("reward_options_are_read", 1, {STYLE: {"kind": "format", "mode": "flexible"}}, [f"{STYLE}.mode=flexible", "math"]),
+    ("reward_options_are_read", 1, {STYLE: {"kind": "format", "url": "http://a"}}, [f"{STYLE}.url=http://a", "judge"]),
     ("reward_functions_are_complete", 1, {STYLE: {"kind": "format", "tags": []}}, [f"{STYLE}.tags=[]", "think"]),
     ("code_limits_fit", 1, {STYLE: {"kind": "code", "max_processes": 0}}, [f"{STYLE}.max_processes=0", "set 1"]),
     (
