@@ -169,7 +169,7 @@ class ActorConfig:
     dtype: Dtype = Dtype["auto"]  # compute; masters are float32. auto: bfloat16 on CUDA, float32 on CPU
     attention: Attention = Attention["auto"]
     head: HeadImpl = HeadImpl["auto"]  # auto: the fused kernels on CUDA; reference: chunked torch
-    head_chunk_gib: float | None = None  # GiB of one buffer of logits in the head; on a CPU null is 0.25
+    head_chunk_gib: float | None = None  # GiB of the head's working buffers; on a CPU null is 0.25
     use_liger: bool = True  # RMSNorm, SwiGLU and RoPE of liger-kernel, on CUDA where it is installed
     gradient_checkpointing: int | None = None  # recompute every k-th block in the backward: 1 = all, 0 = none
     activation_offload: bool | None = None  # keep the activations between blocks in host memory

@@ -17,16 +17,16 @@ REDUCED = 4  # bytes of a gradient on its way through the reduce-scatter (reduce
 # the next block is gathered while one computes, into a flat buffer that is copied out (FSDP2's implicit prefetch).
 GATHERED_BLOCKS_ALONE = 1
 GATHERED_BLOCKS = 3
-SDPA_PADDING = (
-    1.5  # sequences of one bucket are padded to the longest, at most twice their length (policy/attention.py)
-)
+# Sequences of one bucket are padded to its longest, to 1 to 2 times their length (policy/attention.py).
+SDPA_PADDING = 1.25
 OFFLOADED_IN_FLIGHT = 2  # block inputs on the device with activation_offload: the one computed and the one copied
 
-# ---- the head (kernels/fastgrpo_kernels/_chunks.py)
+# ---- the head (kernels/fastgrpo_kernels)
 
-HEAD_CHUNK_CUDA = 2560 * MIB  # the kernels' own default
-HEAD_CHUNK_LEAST = 320 * MIB  # below it the products are too thin: 560 rows of a vocabulary of 150,000
-HEAD_ROW_MULTIPLE = 256
+HEAD_CHUNK_CUDA = 2600 * MIB  # the kernels' own default for all working buffers of a call (_chunks.py)
+HEAD_CHUNK_LEAST = HEAD_CHUNK_CUDA // 8  # below it the products are too thin: some 1,000 rows of a large vocabulary
+HEAD_SUB_ROWS = 1024  # rows whose float32 logits exist at once (_sweep.py)
+HEAD_ROW_MULTIPLE = 256  # least rows of a chunk
 LOGITS = 4  # bytes: logits are float32 whatever the model computes in
 
 # ---- the device outside of torch's tensors

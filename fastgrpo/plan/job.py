@@ -59,6 +59,7 @@ class Job:
     reference_width: int
     liger: bool  # fused RMSNorm and SwiGLU
     varlen: bool  # attention on packed rows without padding
+    reference_head: bool  # actor.head: the chunked torch form instead of the kernels
     entropy_gradient: bool
     own_engine: bool  # rollout.name=hf: its weights stay on the device
     graphs: bool
@@ -92,6 +93,7 @@ class Job:
             reference_width=_WIDTH[reference],
             liger=actor.use_liger and sizes.model.family in _LIGER_FAMILIES,
             varlen=compute == "bfloat16" and actor.attention != "sdpa",
+            reference_head=actor.head == HeadImpl["reference"],
             entropy_gradient=actor.entropy_coeff != 0 or actor.head == HeadImpl["reference"],
             own_engine=rollout.name == "hf",
             graphs=not rollout.enforce_eager,

@@ -16,7 +16,7 @@ All count what torch calls allocated. What lies outside of it (CUDA's context, N
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastgrpo.plan import constants as k
 from fastgrpo.plan.job import Job, Settings
@@ -88,13 +88,17 @@ def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
     model, tokens, c = job.model, row_tokens(job, settings), job.compute_width
     alone = k.GATHERED_BLOCKS_ALONE if job.shard == 1 else k.GATHERED_BLOCKS
     blocks = alone if settings.reshard_after_forward else model.layers
-    recomputed = block_activations(job) if settings.gradient_checkpointing else 0
+    every = settings.gradient_checkpointing
+    # Blocks 0, k, 2k, ... are recomputed; when the last of them is, the whole ones behind it have been freed.
+    whole_behind = (model.layers - 1) % every if every else 0
+    own_input = c * model.hidden  # kept already
+    recomputed = block_activations(job) - own_input if every and not whole_behind else 0
     return (
         ("gathered weights", c * (model.outer_parameters + blocks * model.block_parameters)),
         ("activations", kept_activations(job, settings)),
         ("a block's backward", tokens * (recomputed + backward_scratch(job))),
-        ("gradients being reduced", _reduced(job, model.block_parameters)),
-        ("head's gradients", c * (model.head_parameters + tokens * model.hidden)),
+        ("gradients being reduced", (c + k.REDUCED) * model.block_parameters),  # its own, the block's before it
+        ("head's gradient", c * model.head_parameters),
     )
 
 
@@ -102,10 +106,10 @@ def _at_scoring(job: Job, settings: Settings, reference: ModelSizes) -> tuple[tu
     tokens, c = row_tokens(job, settings), job.reference_width
     blocks = k.GATHERED_BLOCKS_ALONE if job.shard == 1 else k.GATHERED_BLOCKS
     widest = c * tokens * (3 * reference.intermediate + 3 * reference.hidden)
-    rows = chunk_rows(reference.vocab, settings.head_chunk_bytes, tokens)
+    head = head_bytes(replace(job, model=reference, compute_width=c), tokens, settings.head_chunk_bytes)
     return (
         ("gathered weights", c * (reference.outer_parameters + blocks * reference.block_parameters)),
-        ("activations", max(widest, 2 * c * tokens * reference.hidden + 2 * k.LOGITS * rows * reference.vocab)),
+        ("activations", max(widest, head - (k.LOGITS + c) * reference.head_parameters)),  # no gradients
     )
 
 
@@ -147,27 +151,41 @@ def _norm_activations(job: Job, width: int) -> int:
 
 
 def backward_scratch(job: Job) -> int:
-    """Bytes a token of the gradients that live at the widest point of a block's backward, its MLP. liger writes those
-    of gate and up over their values."""
+    """Bytes a token that the widest point of a block's backward, its MLP, adds to the block's activations: gradients
+    of product, gate and up, with the product freed; liger writes the last two over their values."""
     model = job.model
-    return job.compute_width * ((1 if job.liger else 3) * model.intermediate + 3 * model.hidden)
+    return job.compute_width * ((1 if job.liger else 2) * model.intermediate + 2 * model.hidden)
 
 
 def chunk_rows(vocab: int, chunk_bytes: int, rows: int) -> int:
-    """Rows of a chunk of the head: fastgrpo_kernels' own cut, and no more than there are."""
+    """Rows of a chunk in the head's reference form: its own cut, and no more than there are."""
     cut = max(1, chunk_bytes // (k.LOGITS * vocab))
     return min(rows, cut if cut < k.HEAD_ROW_MULTIPLE else cut - cut % k.HEAD_ROW_MULTIPLE)
 
 
 def head_bytes(job: Job, rows: int, chunk_bytes: int) -> int:
-    """The loss head's own memory over `rows` rows: hidden states and their gradient, the weight's gradient in float32
-    and in the compute dtype, and per chunk two float32 buffers [C, V] (a third when the entropy has a gradient), with
-    the logits' gradient in the compute dtype if that is narrower."""
+    """The loss head's own memory over `rows` rows: hidden states and their gradient, the weight's gradient in float32,
+    and the larger of its working buffers and, in the backward, that gradient's copy in the compute dtype."""
     model, c = job.model, job.compute_width
-    chunk = chunk_rows(model.vocab, chunk_bytes, rows) * model.vocab
-    buffers = (3 if job.entropy_gradient else 2) * k.LOGITS + (c if c < k.LOGITS else 0)
-    weight = k.LOGITS + (c if c < k.LOGITS else 0)
-    return 2 * c * rows * model.hidden + weight * model.head_parameters + chunk * buffers
+    working = (_reference_buffers if job.reference_head else _kernel_buffers)(job, rows, chunk_bytes)
+    return 2 * c * rows * model.hidden + k.LOGITS * model.head_parameters + max(working, c * model.head_parameters)
+
+
+def _kernel_buffers(job: Job, rows: int, chunk_bytes: int) -> int:
+    """fastgrpo_kernels/_sweep.py: what chunk_bytes allows, or what these rows need: a row of D in the compute dtype and
+    one of H in float32 each, and 1,024 rows of float32 logits. At least 256 rows a chunk."""
+    row = job.compute_width * job.model.vocab + k.LOGITS * job.model.hidden
+    logits = k.LOGITS * job.model.vocab * min(rows, k.HEAD_SUB_ROWS)
+    return min(max(chunk_bytes, k.HEAD_ROW_MULTIPLE * row), rows * row + logits)
+
+
+def _reference_buffers(job: Job, rows: int, chunk_bytes: int) -> int:
+    """actor.head=reference: float32 buffers [C, V] of a chunk, two, or three when the entropy has a gradient; all but
+    one of the chunk before; and the logits' gradient in the compute dtype if that is narrower."""
+    c, chunk = job.compute_width, chunk_rows(job.model.vocab, chunk_bytes, rows)
+    live = 3 if job.entropy_gradient else 2
+    left = live - 1 if chunk < rows else 0
+    return chunk * job.model.vocab * (k.LOGITS * (live + left) + (c if c < k.LOGITS else 0))
 
 
 def _reduced(job: Job, parameters: int) -> int:

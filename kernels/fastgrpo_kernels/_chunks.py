@@ -282,7 +282,8 @@ def check_head(
 
 
 def row_vector(name: str, x: Tensor, hidden_NH: Tensor) -> Tensor:
-    """A per-row constant, detached, contiguous, in the dtype of the computation; ValueError for another shape, kind or device."""
+    """A per-row constant, detached, contiguous, in the dtype of the computation; ValueError for another shape, kind or
+    device."""
     if x.shape != hidden_NH.shape[:1] or not x.dtype.is_floating_point or x.device != hidden_NH.device:
         raise ValueError(
             f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, one value for "

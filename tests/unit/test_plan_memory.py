@@ -155,6 +155,7 @@ def job(**changes: Any) -> Job:
         reference_width=2,
         liger=True,
         varlen=True,
+        reference_head=False,
         entropy_gradient=False,
         own_engine=False,
         graphs=True,
@@ -167,7 +168,7 @@ def job(**changes: Any) -> Job:
 def settings(**changes: Any) -> Settings:
     plain = Settings(
         max_tokens_per_gpu=200,
-        head_chunk_bytes=4 * 1000 * 16,
+        head_chunk_bytes=600_000,
         gradient_checkpointing=1,
         activation_offload=False,
         reshard_after_forward=True,
@@ -189,7 +190,7 @@ def test_block_activations_by_hand() -> None:
     assert block_activations(job(compute_width=4)) == 4 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
     # transformers' own norm keeps a float32 input and the normed value: 8 bytes an element; its MLP silu(gate)
     assert block_activations(job(liger=False)) == 2 * 8 * 10 + 2 * (2 * 10 + 2 * 2 + 4 * 30) + 4 * 5
-    assert block_activations(job(varlen=False)) == 2 * (4 * 10 + (4 * 15 + 10) + 3 * 30) + 4 * 5
+    assert block_activations(job(varlen=False)) == 2 * (4 * 10 + (50 + 10) + 3 * 30) + 4 * 5  # 4 x 10, padded by 1.25
     assert block_activations(job(sp=5)) == block_activations(job()) + 2 * 2 * (5 - 1) * 2  # heads repeated for sp
     normed = replace(MODEL, normed_heads=True)
     assert block_activations(job(model=normed)) == block_activations(job()) + 2 * (10 + 2)  # q and k before the norm
@@ -218,9 +219,13 @@ def test_training_state_is_sharded_and_offloaded() -> None:
 def test_backward_and_outer_by_hand() -> None:
     parts = moment("backward", job(), settings())
     assert parts["gathered weights"] == 2 * (20_010 + 3 * 1200)
-    assert parts["a block's backward"] == 200 * (block_activations(job()) + 2 * (30 + 3 * 10))
-    assert parts["gradients being reduced"] == 1200 * (2 + 4) + 4 * 1200 // 2
-    assert parts["head's gradients"] == 2 * (1000 * 10 + 200 * 10)
+    assert parts["a block's backward"] == 200 * (block_activations(job()) - 2 * 10 + 2 * (30 + 2 * 10))
+    assert parts["gradients being reduced"] == 1200 * (2 + 4)
+    assert parts["head's gradient"] == 2 * 1000 * 10
+    plain = moment("backward", job(liger=False), settings(gradient_checkpointing=0))
+    assert plain["a block's backward"] == 200 * 2 * (2 * 30 + 2 * 10)
+    # of 4 blocks 0 and 2 are recomputed: when 2 is, block 3 has been freed
+    assert moment("backward", job(), settings(gradient_checkpointing=2))["a block's backward"] == 200 * 2 * (30 + 20)
     outer = moment("outer", job(), settings())
     assert outer["gradients being reduced"] == 20_010 * 6 + 4 * 20_010 // 2
 
@@ -235,13 +240,27 @@ def test_the_reference_takes_its_share_and_its_own_moment() -> None:
 
 
 def test_head_by_hand() -> None:
-    """200 rows in chunks of 16: hidden and its gradient, weight gradient in fp32 and bf16, 2 fp32 buffers and one in
-    bf16. In float32 nothing is cast."""
-    s = settings()
-    assert moment("head", job(), s)["head"] == 2 * 2 * 200 * 10 + (4 + 2) * 10_000 + 16 * 1000 * (2 * 4 + 2)
-    assert head_bytes(job(entropy_gradient=True), 200, 64_000) == head_bytes(job(), 200, 64_000) + 16 * 1000 * 4
-    assert head_bytes(job(compute_width=4), 200, 64_000) == 2 * 4 * 200 * 10 + 4 * 10_000 + 16 * 1000 * 8
-    assert head_bytes(job(), 5, 64_000) == 2 * 2 * 5 * 10 + 6 * 10_000 + 5 * 1000 * 10  # fewer rows than a chunk
+    """200 rows: hidden states and their gradient, the weight's in float32, and the working buffers: what is allowed, or
+    what the rows need (D in the compute dtype, H in float32, 200 rows of float32 logits), or dW's copy."""
+    fixed = 2 * 2 * 200 * 10 + 4 * 10_000
+    needed = 200 * (2 * 1000 + 4 * 10) + 4 * 1000 * 200
+    assert head_bytes(job(), 200, 10**9) == fixed + needed
+    assert head_bytes(job(), 200, 600_000) == fixed + 600_000
+    assert head_bytes(job(), 2000, 600_000) == 2 * 2 * 2000 * 10 + 4 * 10_000 + 600_000
+    assert head_bytes(job(), 2000, 1) == 2 * 2 * 2000 * 10 + 4 * 10_000 + 256 * 2040  # 256 rows at least
+    assert head_bytes(job(), 5, 10**9) == 2 * 2 * 5 * 10 + 4 * 10_000 + 5 * 2040 + 4 * 1000 * 5
+    assert head_bytes(job(), 1, 10**9) == 2 * 2 * 10 + (4 + 2) * 10_000
+
+
+def test_reference_head_by_hand() -> None:
+    """200 rows in chunks of 16: two fp32 buffers, one left by the chunk before, one in bf16."""
+    size, reference = 4 * 1000 * 16, job(reference_head=True)
+    fixed = 2 * 2 * 200 * 10 + 4 * 10_000
+    assert head_bytes(reference, 200, size) == fixed + 16 * 1000 * (3 * 4 + 2)
+    with_entropy = replace(reference, entropy_gradient=True)
+    assert head_bytes(with_entropy, 200, size) == fixed + 16 * 1000 * (5 * 4 + 2)  # three, and two left
+    assert head_bytes(replace(reference, compute_width=4), 200, size) == 2 * fixed - 4 * 10_000 + 16 * 1000 * 12
+    assert head_bytes(reference, 16, size) == 2 * 2 * 16 * 10 + 4 * 10_000 + 16 * 1000 * 10
 
 
 def test_chunks_are_cut_as_the_kernels_cut_them() -> None:
@@ -249,6 +268,23 @@ def test_chunks_are_cut_as_the_kernels_cut_them() -> None:
     for vocab in (1, 7, 1000, 49_152, 151_936, 152_064):
         for size in (1, 4096, 320 * k.MIB, 1 << 30, k.HEAD_CHUNK_CUDA):
             assert chunk_rows(vocab, size, 1 << 40) == rows_per_chunk(vocab, size)
+
+
+@pytest.mark.parametrize("epilogue", [False, True])
+@pytest.mark.parametrize("rows", [300, 5000, 40_000])
+@pytest.mark.parametrize("size", [k.HEAD_CHUNK_LEAST, k.HEAD_CHUNK_CUDA])
+def test_working_buffers_bound_those_of_the_kernels(rows: int, size: int, epilogue: bool) -> None:
+    """What the kernels' own plan of a sweep takes of the buffers is never more than counted here, and not much less."""
+    sweep = pytest.importorskip("fastgrpo_kernels._sweep")
+    hidden, vocab = 896, 151_936
+    x = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(vocab, hidden, dtype=torch.bfloat16, device="meta")
+    plan = sweep.make_plan(x, weight, size, epilogue=epilogue)
+    in_chunk = min(plan.chunk_rows, rows)
+    taken = in_chunk * (2 * vocab + 4 * hidden) + (0 if plan.epilogue else min(plan.sub_rows, rows) * 4 * vocab)
+    model = replace(MODEL, vocab=vocab, hidden=hidden)
+    counted = head_bytes(job(model=model), rows, size) - 4 * rows * hidden - 4 * vocab * hidden
+    assert taken <= counted and (rows < 1024 or taken >= 0.6 * counted)
 
 
 def test_rollout_by_hand() -> None:
@@ -283,7 +319,7 @@ def test_host_by_hand() -> None:
 
 GROWS = {
     "max_tokens_per_gpu": 400,
-    "head_chunk_bytes": 4 * 1000 * 32,
+    "head_chunk_bytes": 700_000,
     "gradient_checkpointing": 0,
     "reshard_after_forward": False,
 }
