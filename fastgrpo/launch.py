@@ -18,6 +18,8 @@ from fastgrpo import console
 from fastgrpo.config import RunConfig
 from fastgrpo.errors import UserError
 
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds; torchrun's name
+SHUTDOWN_MARGIN_S = 10  # for the processes to end, after the save
 GUARD = "FASTGRPO_RELAUNCHED"  # set in the new start, which must not start itself once more
 # What a torchrun worker inherits from its agent; the next agent would take them for its own.
 _ELASTIC = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -41,24 +43,27 @@ def plan(config: RunConfig, environ: Mapping[str, str]) -> Launch:
     return Launch(world, int(environ.get("LOCAL_WORLD_SIZE", str(world))), relaunch=False)
 
 
-def relaunch(processes: int, argv: Sequence[str]) -> NoReturn:
+def relaunch(processes: int, argv: Sequence[str], shutdown_timeout_s: int) -> NoReturn:
     """Replace this process by a torchrun of `processes` workers with the same arguments. Does not return."""
     command = torchrun_argv(processes, argv)
     console.say(f"starting {processes} processes: torchrun {' '.join(command[3:])}")
     sys.stderr.flush()
-    os.execve(command[0], command, torchrun_environ(processes, os.environ, len(os.sched_getaffinity(0))))
+    environ = torchrun_environ(processes, os.environ, len(os.sched_getaffinity(0)), shutdown_timeout_s)
+    os.execve(command[0], command, environ)
 
 
 def torchrun_argv(processes: int, argv: Sequence[str]) -> list[str]:
     """--standalone lets the operating system choose a free port: two runs on one host do not clash."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    torchrun = [sys.executable, "-m", "fastgrpo.torchrun"]
     return [*torchrun, "--standalone", f"--nproc-per-node={processes}", "-m", "fastgrpo.train", *argv]
 
 
-def torchrun_environ(processes: int, environ: Mapping[str, str], cpus: int) -> dict[str, str]:
-    """`environ` without the parent agent's variables, and with the CPUs shared out (torchrun alone: one thread)."""
+def torchrun_environ(processes: int, environ: Mapping[str, str], cpus: int, shutdown_timeout_s: int) -> dict[str, str]:
+    """`environ` without the parent agent's variables, with the CPUs shared out (torchrun alone: one thread), and with
+    the time that torchrun gives its workers after a signal."""
     kept = {k: v for k, v in environ.items() if k not in _ELASTIC and not k.startswith(_ELASTIC_PREFIXES)}
-    return {"OMP_NUM_THREADS": str(max(1, cpus // processes)), **kept, GUARD: "1"}
+    threads, grace = str(max(1, cpus // processes)), str(shutdown_timeout_s + SHUTDOWN_MARGIN_S)
+    return {"OMP_NUM_THREADS": threads, SHUTDOWN: grace, **kept, GUARD: "1"}
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:

@@ -9,7 +9,8 @@
 FSDP2 shards over dp x sp flattened (with `replicas`, over the ranks inside one replica). SP and TP groups are
 consecutive ranks, so that each stays inside a node; they need not be equal.
 
-Objects and metrics travel through `gather` and `reduce`, both on the CPU group: small, once a step.
+Objects and metrics travel through `gather` and `reduce`, both on the CPU group: small, once a step. Words that must not
+wait for a collective (a save that failed, a signal) travel through the job's key-value store: `open_store`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
+STORE_TIMEOUT = timedelta(minutes=30)  # as the process group's: longer than any phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,19 @@ def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh
     )
 
 
+def open_store(name: str) -> Store:
+    """A connection of its own to the job's key-value store, its keys under `name`: one for each thread that waits on
+    it, because a client that waits is locked. A job that torchrun restarted sees none of the keys before."""
+    shared: Store
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host and port:
+        shared = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    else:  # a process group that a Python caller made in another way
+        shared = dist.distributed_c10d._get_default_store()
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"fastgrpo/{restart}/{name}", shared)
+
+
 def consecutive_groups(world: int, size: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, world, size)]
 
@@ -155,7 +173,7 @@ def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
 
 def _init_process_group(device_type: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    timeout = timedelta(minutes=30)  # longer than any phase: a slower rank is not an error
+    timeout = STORE_TIMEOUT  # longer than any phase: a slower rank is not an error
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
@@ -163,6 +181,6 @@ def _init_process_group(device_type: str) -> None:
         return
     # A bare start. The variables are set as torchrun would: the engine reads them. Port 0 lets the store choose a free
     # one, so that two runs on one host never collide.
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)  # pyright: ignore
+    store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -91,10 +91,11 @@ class JsonlFile:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        # What an earlier start logged after the step that this one resumes from is not shown.
+        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -108,7 +109,9 @@ class WandB:
     def __init__(self, folder: Path, project: str, name: str, config: Any) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        self._run = wandb.init(project=project, name=name, dir=str(folder), config=asdict(config))
+        self._run = wandb.init(
+            project=project, name=name, id=name, resume="allow", dir=str(folder), config=asdict(config)
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -1,15 +1,20 @@
 """What a run leaves behind and shows: the run folder, the loggers, the progress bar and a line a step.
 
     runs/<experiment>-<time>/
-        config.yaml            the configuration as it was run
+        config.yaml            the configuration as it was run last
+        starts.jsonl           a row a start: command, code, versions, ranks, data (provenance.py)
         engine.json            what drew the answers: library, version, model runner
         metrics.jsonl          a row a step, everything
         rollouts/step_*.jsonl  every sample with its reward
         validation/step_*.jsonl
         reward.png             the reward curve
+        checkpoints/           what to resume from (checkpoint/folders.py)
         model/                 the trained model, a Hugging Face folder
+        finished               the number of steps, once all is written
+        aside-<time>/          what lay after the checkpoint that a run was resumed from
 
-Only rank 0 writes; on the other ranks every method returns at once.
+A resumed run goes on in these files: rows and answers after the checkpoint's step are set aside first, so that no step
+is there twice. Only rank 0 writes; on the other ranks every method returns at once.
 """
 
 from __future__ import annotations
@@ -23,42 +28,50 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from fastgrpo.checkpoint import FINISHED, Start
+from fastgrpo.checkpoint.disk import sync_file, write_durably
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.evaluate import Validation
+from fastgrpo.history import History, go_back
 from fastgrpo.mesh import Mesh
-from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_rows
+from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_row, write_rows
 from fastgrpo.records import StepRecord
 
 
 class Report:
-    def __init__(self, config: RunConfig, mesh: Mesh, total_steps: int, engine: Mapping[str, str]) -> None:
-        trainer = config.trainer
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self.folder = Path(
-            mesh.broadcast(str(_free_folder(Path(trainer.run_dir), f"{trainer.experiment_name}-{stamp}")))
-        )
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, total_steps: int, start: Start, provenance: Mapping[str, Any]
+    ) -> None:
+        """`provenance`: where this start comes from, a row of starts.jsonl."""
+        self.folder = start.folder
         self._on = mesh.is_main
         self._config = config
-        self._engine = engine
         self._total_steps = total_steps
-        self._start = time.monotonic()
-        self._validations: list[tuple[int, Validation]] = []
-        self._curve: list[tuple[int, float]] = []
+        self._begun = time.monotonic()
+        self._history = History()
+        self._unflushed: list[Path] = []
         self._loggers: list[Logger] = []
         if self._on:
-            self._open()
-        self._bar = tqdm(total=total_steps, unit="step", disable=None if self._on else True, leave=False)
+            self._open(start, provenance)
+        self._bar = tqdm(
+            total=total_steps, initial=start.step, unit="step", disable=None if self._on else True, leave=False
+        )
+        for line in start.said:
+            self.say(line)
 
-    def _open(self) -> None:
-        trainer = self._config.trainer
-        self.folder.mkdir(parents=True, mode=0o700)
+    def _open(self, start: Start, provenance: Mapping[str, Any]) -> None:
+        trainer, metrics = self._config.trainer, self.folder / "metrics.jsonl"
+        if start.checkpoint is not None:
+            self._history = go_back(self.folder, start.step)
         (self.folder / "config.yaml").write_text(
             yaml.safe_dump(to_document(self._config), allow_unicode=True, sort_keys=False)
         )
-        (self.folder / "engine.json").write_text(json.dumps(dict(self._engine), indent=1) + "\n")
-        self._loggers.append(JsonlFile(self.folder / "metrics.jsonl"))
+        (self.folder / "engine.json").write_text(json.dumps(provenance["engine"], indent=1) + "\n")
+        with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
+            write_row(file, provenance)
+        self._loggers.append(JsonlFile(metrics))
         if "tensorboard" in trainer.logger:
-            self._loggers.append(TensorBoard(self.folder / "tensorboard"))
+            self._loggers.append(TensorBoard(self.folder / "tensorboard", start.step))
         if "wandb" in trainer.logger:
             self._loggers.append(WandB(self.folder, trainer.project_name, self.folder.name, self._config))
 
@@ -69,11 +82,10 @@ class Report:
     def step(self, record: StepRecord, rollouts: Sequence[Mapping[str, Any]]) -> None:
         if not self._on:
             return
-        write_rows(self.folder / "rollouts" / f"step_{record.step:06d}.jsonl", rollouts)
-        for logger in self._loggers:
-            logger.log(record.step, record.metrics)
-        if "reward/mean" in record.metrics:
-            self._curve.append((record.step, record.metrics["reward/mean"]))
+        file = self.folder / "rollouts" / f"step_{record.step:06d}.jsonl"
+        write_rows(file, rollouts)
+        self._unflushed.append(file)
+        self._log(record.step, record.metrics)
         self._bar.update(1)
         self.say(step_line(record, self._total_steps))
         every = self._config.trainer.show_group_freq
@@ -87,37 +99,56 @@ class Report:
     def validation(self, step: int, result: Validation) -> None:
         if not self._on:
             return
-        self._validations.append((step, result))
-        for logger in self._loggers:
-            logger.log(step, result.metrics)
+        self._log(step, result.metrics)
         score = "nothing scored" if result.score is None else f"{result.score:.4f}"
         self.say(f"validation at step {step}: {score} (n={result.samples})")
 
-    def close(self) -> None:
+    def lost_checkpoints(self, step: int, count: int) -> None:
+        """Saves that have failed so far, as a metric: a run that cannot save must not look healthy."""
+        if self._on:
+            self._log(step, {"checkpoint/failed": float(count)})
+
+    def value_at(self, step: int, metric: str | None) -> float | None:
+        """A metric of this step, if it was measured there. None on the ranks that do not write."""
+        return self._history.value_at(step, metric)
+
+    def flush(self) -> None:
+        """Everything so far onto the disk: a checkpoint must not be newer than the rows before it."""
+        if self._on:
+            for path in (self.folder / "metrics.jsonl", *self._unflushed):
+                if path.is_file():
+                    sync_file(path)
+            self._unflushed.clear()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for logger in self._loggers:
+            logger.log(step, metrics)
+        self._history.add({"step": step, **metrics})
+
+    def close(self, *, finished: bool) -> None:
+        """`finished`: every step is done and the model is saved. The curve is drawn then; a run that was told to stop
+        has no time for it."""
         if not self._on:
             return
         self._bar.close()
         for logger in self._loggers:
             logger.close()
-        scored = [(step, v.score) for step, v in self._validations if v.score is not None]
-        if self._curve or scored:
-            steps, rewards = [step for step, _ in self._curve], [reward for _, reward in self._curve]
+        if not finished:
+            return
+        curve, scored = self._history.curve, [(step, score) for step, score, _ in self._history.scores]
+        if curve or scored:
+            steps, rewards = [step for step, _ in curve], [reward for _, reward in curve]
             plot_rewards(self.folder / "reward.png", steps, rewards, scored)
+        write_durably(self.folder / FINISHED, f"{self._total_steps}\n")
         self.say(self._last_line())
 
     def _last_line(self) -> str:
-        seconds = f"in {time.monotonic() - self._start:.0f} s: {self.folder}"
-        scored = [v for _, v in self._validations if v.score is not None]
-        if not scored:
-            return f"{len(self._curve)} steps {seconds}"
-        before, after = scored[0], scored[-1]
-        return f"validation before {before.score:.2f} after {after.score:.2f} (n={after.samples}) {seconds}"
-
-
-def _free_folder(parent: Path, name: str) -> Path:
-    """Two runs started in one second get two folders."""
-    candidates = (parent / (name + suffix) for suffix in ("", *(f"-{i}" for i in range(1, 1000))))
-    return next(folder for folder in candidates if not folder.exists())
+        seconds = f"in {time.monotonic() - self._begun:.0f} s: {self.folder}"
+        scores = self._history.scores
+        if not scores:
+            return f"{self._history.steps} steps {seconds}"
+        (_, before, _), (_, after, samples) = scores[0], scores[-1]
+        return f"validation before {before:.2f} after {after:.2f} (n={samples}) {seconds}"
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:

@@ -22,6 +22,7 @@ from fastgrpo import console, hub
 from fastgrpo.algorithm.kl_control import KlController
 from fastgrpo.batch.mini_batches import MiniBatch, Share
 from fastgrpo.batch.packing import attention_cost
+from fastgrpo.checkpoint import Identity, identify
 from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, needs_reference, total_steps
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
@@ -57,6 +58,7 @@ class Stages:
     engine_bytes: int  # of torch's memory, counted also while the engine sleeps; 0 on a CPU
     share: Share
     sampling: Sampling
+    identity: Identity
     flops: ModelFlops
     peak_flops: float | None  # of this rank's device; None: unknown
     kl_controller: KlController  # of the KL in the reward
@@ -100,6 +102,8 @@ def build_stages(
         console.say(note)
     rewards.start()
 
+    if config.trainer.deterministic:
+        _be_deterministic()
     mesh = build_mesh(device_type, sp=layout.sp, tp=layout.tp, replicas=layout.replicas)
     config, plan = settle_memory(config, _sizes(config, model_dir, ref_dir), layout, mesh)
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
@@ -123,6 +127,7 @@ def build_stages(
         pad_id=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
     sampling = _sampling(config, mesh)
+    identity = identify(train.fingerprint, len(train), model_dir, ref_dir if reference else None, config)
     return Stages(
         config,
         plan,
@@ -138,6 +143,7 @@ def build_stages(
         engine_bytes,
         share,
         sampling,
+        identity,
         flops=_flops(model_config, policy),
         peak_flops=peak_flops(
             torch.cuda.get_device_name(mesh.device) if device_type == "cuda" else "cpu",
@@ -157,6 +163,12 @@ def _sizes(config: RunConfig, model_dir: Path, ref_dir: Path) -> Sizes:
     trust = config.model.trust_remote_code
     reference = read_sizes(ref_dir, trust_remote_code=trust) if needs_reference(config) else None
     return Sizes(read_sizes(model_dir, trust_remote_code=trust), reference)
+
+
+def _be_deterministic() -> None:
+    """Operations without a deterministic form warn: the engine, in this process too, has some that change nothing."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _check_model(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:

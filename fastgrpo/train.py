@@ -46,13 +46,19 @@ def run(argv: Sequence[str]) -> int:
     device = launch.resolve_device(config, launch.count_gpus(), start.ranks_per_node)
     launch.share_cpu(device, os.environ)
     if start.relaunch:
-        launch.relaunch(start.world, argv)
+        launch.relaunch(start.world, argv, config.trainer.shutdown_timeout_s)
     check_run_dir(config.trainer.run_dir)
     console.say("\n".join([*layout.table(), rewards_line(config)]))
 
-    from fastgrpo.trainer import Trainer  # brings torch
+    from fastgrpo.checkpoint import check_resume  # brings torch
+    from fastgrpo.stopping import Stopped
+    from fastgrpo.trainer import Trainer
 
-    Trainer(config).run()
+    check_resume(config)
+    try:
+        Trainer(config).run()
+    except Stopped as stop:  # it has said what it saved
+        return stop.exit_code
     return 0
 
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_scoring_batches
-from fastgrpo.checkpoint import save_model
+from fastgrpo.checkpoint import Stateful, save_model
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.data.order import step_prompts
@@ -32,7 +32,9 @@ from fastgrpo.policy.sequences import needs_terms, sequence_terms
 from fastgrpo.records import Prompt, Rollout, StepRecord
 from fastgrpo.report import Report
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
+from fastgrpo.session import Session, due
 from fastgrpo.stages import build_stages
+from fastgrpo.stopping import Stopper
 from fastgrpo.summary import make_record
 
 log = logging.getLogger("fastgrpo")
@@ -52,28 +54,32 @@ class Trainer:
     ) -> None:
         self.stages = build_stages(config, prompts, reward)
         self.config = self.stages.config
+        self.stopper = Stopper(self.stages.mesh, config.trainer.shutdown_timeout_s)
+        self.stateful: dict[str, Stateful] = {  # what a checkpoint keeps besides tensors, by name
+            "trainer": self,
+            "actor": self.stages.actor,
+            "kl_controller": self.stages.kl_controller,
+        }
         self.steps_done = 0
+        self._validated_at = -1  # the steps that were done at the last validation
         self._drift_said = False
         self._rows: list[dict[str, Any]] = []  # the last step's samples, for the files
 
     def run(self) -> None:
-        """All steps. With validation data it validates before the first (`val_before_train`), every `test_freq` and
-        after the last."""
-        s, trainer = self.stages, self.config.trainer
-        report = Report(self.config, s.mesh, s.total_steps, s.engine.info)
-        has_val = len(s.val) > 0
-        if has_val and trainer.val_before_train:
-            self.validate(report)
-        while self.steps_done < s.total_steps:
-            report.step(self.step(), self._rows)
-            last = self.steps_done == s.total_steps
-            if has_val and (last or due(self.steps_done, trainer.test_freq)):
-                self.validate(report)
-            if not last and due(self.steps_done, trainer.save_freq):
-                save_model(s.actor.policy, s.tokenizer, report.folder / f"model-step-{self.steps_done}", s.mesh)
-        if trainer.save_final:
-            save_model(s.actor.policy, s.tokenizer, report.folder / "model", s.mesh)
-        report.close()
+        """All steps that are left. With validation data it validates before the first (`val_before_train`), every
+        `test_freq` and after the last. Raises Stopped after a signal, when the state is saved."""
+        s = self.stages
+        with self.stopper.listening(), Session(self) as session:
+            while True:
+                self.stopper.check()
+                if self._validation_is_due():
+                    self.validate(session.report)
+                session.after_step()
+                if self.steps_done == s.total_steps:
+                    break
+                session.report.step(self.step(), self._rows)
+            if self.config.trainer.save_final:
+                save_model(s.actor.policy, s.tokenizer, session.report.folder / "model", s.mesh)
         self.close()
 
     def step(self) -> StepRecord:
@@ -82,6 +88,7 @@ class Trainer:
         clock = Clock(s.mesh.device, s.engine_bytes)
         prompts = step_prompts(s.train, step, config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
         own = self._draw(prompts, clock)
+        self.stopper.check()  # what was drawn is drawn again after the resume
         with clock("reward"):
             samples = share_samples(score_own(s.rewards, own, prompts, s.tokenizer, s.mesh, step=step), s.mesh)
             rollouts = [sample.rollout for sample in samples]
@@ -97,6 +104,7 @@ class Trainer:
             old_R = s.actor.old_logprobs(mini_batches) if s.layout.updates_per_step > 1 else None
         with clock("ref"):
             ref_R = s.actor.ref_logprobs(mini_batches)
+        self.stopper.check()
         with clock("update"):
             sums = Sums()
             update = s.actor.update(mini_batches, old_R, ref_R, sums)
@@ -115,9 +123,24 @@ class Trainer:
             own = draw_answers(s.engine, s.val.prompts, self.config, s.mesh, step=step)
         s.actor.take_back()
         result = validate(own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, answers=answers)
+        self._validated_at = step
         if report is not None:
             report.validation(step, result)
         return result
+
+    def _validation_is_due(self) -> bool:
+        step, trainer = self.steps_done, self.config.trainer
+        if not len(self.stages.val) or step == self._validated_at:
+            return False
+        last = step == self.stages.total_steps
+        return last or (trainer.val_before_train if step == 0 else due(step, trainer.test_freq))
+
+    def state(self) -> dict[str, Any]:
+        return {"steps_done": self.steps_done, "validated_at": self._validated_at, "drift_said": self._drift_said}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.steps_done, self._validated_at = state["steps_done"], state["validated_at"]
+        self._drift_said = state["drift_said"]
 
     def _watch_gap(self, sums: Mapping[str, float]) -> None:
         """Stops the run when sampler and trainer disagree; a drift is said once, and stays in the metrics."""
@@ -163,8 +186,3 @@ class Trainer:
         self.stages.rewards.close()
         self.stages.engine.close()
         self.stages.mesh.close()
-
-
-def due(step: int, every: int) -> bool:
-    """Whether something that happens every `every` steps (-1: never) happens after `step` steps."""
-    return every > 0 and step % every == 0

@@ -4,6 +4,7 @@
     build.py    plain documents (YAML) <-> the schema; types and unknown keys
     names.py    what verl's and TRL's names are called here
     layout.py   the numbers that follow from the options and the number of ranks
+    resume.py   which options a resumed run may have otherwise
     rules.py    one function a rule; `check` runs them all
 
 It imports neither torch nor vllm nor hydra, so that a mistake is answered in milliseconds and every shipped experiment
@@ -12,6 +13,7 @@ is checked on a laptop.
 
 from fastgrpo.config.build import build, option_keys, to_document
 from fastgrpo.config.layout import Layout, total_steps
+from fastgrpo.config.resume import changed_options, leaves
 from fastgrpo.config.reward_schema import AnswerMode, RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
 from fastgrpo.config.rules import check, check_model
 from fastgrpo.config.schema import (
@@ -20,6 +22,7 @@ from fastgrpo.config.schema import (
     AlgorithmConfig,
     ArithmeticConfig,
     Attention,
+    BestMode,
     DataConfig,
     Device,
     Dtype,
@@ -54,6 +57,7 @@ __all__ = [
     "AnswerMode",
     "ArithmeticConfig",
     "Attention",
+    "BestMode",
     "DataConfig",
     "Device",
     "Dtype",
@@ -82,9 +86,11 @@ __all__ = [
     "Truncation",
     "ValidationSampling",
     "build",
+    "changed_options",
     "check",
     "check_model",
     "compute_dtype",
+    "leaves",
     "needs_reference",
     "option_keys",
     "to_document",

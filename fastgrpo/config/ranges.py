@@ -33,6 +33,8 @@ AT_LEAST_1 = (
     "trainer.n_gpus_per_node",
     "trainer.max_steps",
     "trainer.total_epochs",
+    "trainer.max_ckpt_to_keep",
+    "trainer.shutdown_timeout_s",
 )
 AT_LEAST_0 = (
     "rollout.val_kwargs.temperature",
@@ -84,7 +86,7 @@ MINUS_1_OR_MORE = (  # key, what -1 means
     ("data.val_max_samples", "all"),
     ("rollout.top_k", "all"),
     ("rollout.val_kwargs.top_k", "all"),
-    ("trainer.save_freq", "only at the end"),
+    ("trainer.save_freq", "only the model, at the end"),
     ("trainer.test_freq", "only before and after"),
 )
 

@@ -40,6 +40,7 @@ from fastgrpo.config.batch_rules import (
 from fastgrpo.config.build import type_mistakes
 from fastgrpo.config.layout import Layout
 from fastgrpo.config.ranges import numbers_in_range
+from fastgrpo.config.resume import resume_is_readable
 from fastgrpo.config.reward_rules import (
     code_limits_fit,
     judges_and_models_are_found,
@@ -143,6 +144,7 @@ RULES: tuple[Rule, ...] = (
     sleep_level_is_1_or_2,
     loggers_are_known,
     names_are_usable,
+    resume_is_readable,
     engine_name_has_a_known_form,
     graph_sizes_are_used,
     mini_batch_divides_batch,

@@ -41,6 +41,7 @@ Schedule = StrEnum("Schedule", {"constant": "constant", "cosine": "cosine"})
 Attention = StrEnum("Attention", {"auto": "auto", "flash": "flash", "varlen": "varlen", "sdpa": "sdpa"})
 HeadImpl = StrEnum("HeadImpl", {"auto": "auto", "reference": "reference"})
 Truncation = StrEnum("Truncation", {"error": "error", "left": "left", "right": "right"})
+BestMode = StrEnum("BestMode", {"max": "max", "min": "min"})
 RolloutIs = StrEnum("RolloutIs", ["token", "sequence", "icepop", "none"])
 RolloutRs = StrEnum(
     "RolloutRs", ["none", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3"]
@@ -229,7 +230,15 @@ class TrainerConfig:
     experiment_name: str = "run"
     run_dir: str = "runs"  # a run writes to run_dir/experiment_name-<time>
     logger: list[str] = field(default_factory=lambda: ["console"])  # console, tensorboard, wandb
-    save_freq: int = -1  # steps; -1 = only at the end
+    save_freq: int = -1  # steps between checkpoints; -1 = none, only the trained model at the end
+    max_ckpt_to_keep: int | None = None  # newest checkpoints that stay, besides the best; null = all
+    best_metric: str | None = None  # of metrics.jsonl at a checkpoint's step, e.g. val/reward: its best one stays too
+    best_mode: BestMode = BestMode["max"]  # which value of best_metric is the best
+    async_save: bool = True  # copy to host memory (12 bytes a parameter / ranks), write while training goes on
+    resume: str = "auto"  # auto: the newest unfinished run of experiment_name; never; or a run folder or checkpoint
+    resume_allow: list[str] = field(default_factory=list)  # options that may differ from those of the resumed run
+    deterministic: bool = False  # torch's deterministic algorithms: repeats bit for bit on the same layout, slower
+    shutdown_timeout_s: int = 120  # seconds from a signal to the end of the save it asks for
     save_final: bool = True  # a Hugging Face folder of the trained model at the end
     test_freq: int = -1  # steps; -1 = only before and after
     val_before_train: bool = True

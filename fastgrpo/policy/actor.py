@@ -10,9 +10,10 @@ device within a mini-batch; the gradient norm is the one number read back after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,13 @@ class Actor:
 
     def take_back(self) -> None:
         self._parking.unpark()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides masters and optimizer."""
+        return {"version": self.version, "skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.version, self._skipped_in_a_row = state["version"], state["skipped_in_a_row"]
 
     def old_logprobs(self, mini_batches: Sequence[MiniBatch]) -> Logprobs | None:
         """None with bypass, where the sampler's stand for them."""

@@ -54,8 +54,12 @@ BROKEN = [
     ("numbers_in_range", 1, {"actor.clip_ratio_low": 1.5}, ["actor.clip_ratio_low=1.5", "1 or less"]),
     ("numbers_in_range", 1, {"actor.optim.beta2": 1.0}, ["actor.optim.beta2=1.0", "below 1"]),
     ("numbers_in_range", 1, {"rollout.min_p": -0.1}, ["rollout.min_p=-0.1", "0 or more"]),
-    ("numbers_in_range", 1, {"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (only at the end)"]),
+    ("numbers_in_range", 1, {"trainer.save_freq": 0}, ["trainer.save_freq=0", "-1 (only the model, at the end)"]),
     ("numbers_in_range", 1, {"trainer.test_freq": -2}, ["trainer.test_freq=-2", "-1 (only before and after)"]),
+    ("numbers_in_range", 1, {"trainer.max_ckpt_to_keep": 0}, ["trainer.max_ckpt_to_keep=0", "set 1 or more"]),
+    ("resume_is_readable", 1, {"trainer.resume": ""}, ["trainer.resume is empty", "set auto, never"]),
+    ("resume_is_readable", 1, {"trainer.resume_allow": ["actor.optim.l"]}, ["'actor.optim.l'", "actor.optim.lr"]),
+    ("resume_is_readable", 1, {"trainer.resume_allow": ["data.train_batch_size"]}, ["stand for the place in the data"]),
     ("dual_clip_above_1", 1, {"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1", "3.0"]),
     (
         "graph_sizes_are_used",

@@ -121,7 +121,7 @@ def test_relaunch_is_torchrun_with_the_same_arguments() -> None:
     assert torchrun_argv(8, ["+exp=gsm8k_8xa100", "data.prompt_suffix=' a b'"]) == [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "fastgrpo.torchrun",
         "--standalone",
         "--nproc-per-node=8",
         "-m",
@@ -149,15 +149,16 @@ def test_relaunch_strips_the_parent_agent() -> None:
         "PATH": "/bin",
         "HF_HOME": "/cache",
     }
-    assert torchrun_environ(4, environ, cpus=10) == {
+    assert torchrun_environ(4, environ, 10, 120) == {
         "CUDA_VISIBLE_DEVICES": "0,1",
         "PATH": "/bin",
         "HF_HOME": "/cache",
         "OMP_NUM_THREADS": "2",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "130",
         GUARD: "1",
     }
-    assert torchrun_environ(8, {}, cpus=2)["OMP_NUM_THREADS"] == "1"
-    assert torchrun_environ(8, {"OMP_NUM_THREADS": "5"}, cpus=2)["OMP_NUM_THREADS"] == "5"
+    assert torchrun_environ(8, {}, 2, 60)["OMP_NUM_THREADS"] == "1"
+    assert torchrun_environ(8, {"OMP_NUM_THREADS": "5"}, 2, 60)["OMP_NUM_THREADS"] == "5"
 
 
 def test_relaunch_replaces_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +171,7 @@ def test_relaunch_replaces_the_process(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(os, "execve", execve)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(Replaced) as replaced:
-        launch.relaunch(2, ["+exp=x"])
+        launch.relaunch(2, ["+exp=x"], 120)
     assert replaced.value.args == (sys.executable, torchrun_argv(2, ["+exp=x"]), "1")
     said = "starting 2 processes: torchrun --standalone --nproc-per-node=2 -m fastgrpo.train +exp=x\n"
     assert capsys.readouterr().out == said
@@ -178,7 +179,7 @@ def test_relaunch_replaces_the_process(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_two_starts_at_once_choose_different_ports() -> None:
     command = [*torchrun_argv(1, [])[:5], "--no-python", "printenv", "MASTER_PORT"]
-    environ = torchrun_environ(1, os.environ, 1)
+    environ = torchrun_environ(1, os.environ, 1, 30)
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) for _ in range(2)]
     ports = [run.communicate(timeout=120)[0].strip() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]

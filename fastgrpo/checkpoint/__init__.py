@@ -1,0 +1,32 @@
+"""Nothing lost: checkpoints, the choice of what to resume, and the trained model as a folder.
+
+    folders.py    names, completeness, `latest`, retention      disk.py          files that survive a crash
+    tensors.py    masters and optimizer <-> DCP shards          random_state.py  random generators
+    saver.py      saving while training goes on                 model.py         the Hugging Face folder
+    resume.py     which run to continue, and from where         identity.py      fingerprints of what it is made of
+    restore.py    a checkpoint back into the run
+
+A part of the run that has state besides masters and optimizer is `Stateful`, and the trainer names it in `stateful`.
+"""
+
+from fastgrpo.checkpoint.folders import Manifest
+from fastgrpo.checkpoint.identity import Identity, identify
+from fastgrpo.checkpoint.model import save_model
+from fastgrpo.checkpoint.restore import Stateful, restore
+from fastgrpo.checkpoint.resume import CHECKPOINTS, FINISHED, Start, check_resume, find_start
+from fastgrpo.checkpoint.saver import Saver
+
+__all__ = [
+    "CHECKPOINTS",
+    "FINISHED",
+    "Identity",
+    "Manifest",
+    "Saver",
+    "Start",
+    "Stateful",
+    "check_resume",
+    "find_start",
+    "identify",
+    "restore",
+    "save_model",
+]

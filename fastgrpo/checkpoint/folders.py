@@ -1,0 +1,141 @@
+"""Checkpoint folders: their names, what makes one complete, which is the newest, which may go. No torch.
+
+RUN/checkpoints/
+    latest                   name of the newest one, moved last
+    step_000020/
+        checkpoint.json      what it is, with the size of every other file: written last, then the folder is renamed
+        state/               DCP shards: float32 masters and optimizer
+        ranks/00000.json     each rank's random generators
+        model/               the policy as an ordinary Hugging Face folder
+    step_000030.part/        one that is being written, or was when the run died
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fastgrpo.checkpoint.disk import PART, file_sizes, remove_tree, sync_folder, sync_tree, write_durably
+
+MANIFEST = "checkpoint.json"
+LATEST = "latest"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """checkpoint.json."""
+
+    step: int
+    total_steps: int
+    world: int
+    config: dict[str, Any]  # document of the run that saved
+    identity: dict[str, Any]  # fingerprints, see resume.Identity
+    parts: dict[str, Any]  # state of each stateful part, by name
+    metric: float | None  # trainer.best_metric at this step
+    files: dict[str, int]  # bytes of every other file
+    format: int = FORMAT
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step_{step:06d}"
+
+
+def step_of(folder: Path) -> int | None:
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def commit(part: Path, manifest: Manifest) -> Path:
+    """Make `part`, a folder whose name ends in .part, a complete checkpoint; returns its folder. `manifest.files` is
+    filled in here."""
+    document = asdict(manifest) | {"files": file_sizes(part)}
+    sync_tree(part)
+    write_durably(part / MANIFEST, json.dumps(document, indent=1))
+    folder = part.with_name(part.name.removesuffix(PART))
+    if folder.exists():  # an incomplete one, else it would not be saved again
+        remove_tree(folder)
+    part.rename(folder)
+    sync_folder(folder.parent)
+    write_durably(folder.parent / LATEST, folder.name + "\n")
+    return folder
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises ValueError, saying what is wrong, unless the checkpoint is complete."""
+    try:
+        manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ValueError(f"it has no {MANIFEST}, which is written last") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
+    if manifest.format != FORMAT:
+        raise ValueError(f"its format is {manifest.format}, this version of fastgrpo reads {FORMAT}")
+    sizes = file_sizes(folder)
+    for name, size in manifest.files.items():
+        if name not in sizes:
+            raise ValueError(f"{name} is missing")
+        if sizes[name] != size:
+            raise ValueError(f"{name} has {sizes[name]} of {size} bytes")
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    complete: list[tuple[Path, Manifest]]  # newest first
+    passed_over: list[str]  # a line for each folder that is not complete, and for a wrong pointer
+
+
+def find_checkpoints(root: Path) -> Found:
+    """What is in a run's folder of checkpoints. Completeness alone decides; `latest` is for people and programs."""
+    complete: list[tuple[Path, Manifest]] = []
+    passed_over: list[str] = []
+    folders = sorted((path for path in root.glob("step_*") if path.is_dir()), key=lambda path: path.name)
+    for folder in folders:
+        if step_of(folder) is None:
+            passed_over.append(
+                f"{folder}: it was still being written" if folder.suffix == PART else f"{folder}: no step"
+            )
+            continue
+        try:
+            complete.append((folder, read_manifest(folder)))
+        except ValueError as error:
+            passed_over.append(f"{folder}: {error}")
+    complete.sort(key=lambda found: found[1].step, reverse=True)
+    pointer = root / LATEST
+    if pointer.is_file():
+        name = pointer.read_text(encoding="utf-8").strip()
+        if name not in [folder.name for folder, _ in complete]:
+            passed_over.append(f"{pointer}: it names {name!r}, which is no complete checkpoint")
+    return Found(complete, passed_over)
+
+
+def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
+    """Remove checkpoints beyond the `keep` newest complete ones and the best (`best`: max or min of the metric, among
+    those that have it; of equals the newest). The newest complete one always stays. Returns what was removed."""
+    if keep is None:
+        return []
+    complete = find_checkpoints(root).complete
+    stays = {folder for folder, _ in complete[: max(1, keep)]}
+    measured = [
+        (manifest.metric, manifest.step, folder) for folder, manifest in complete if manifest.metric is not None
+    ]
+    if best and measured:
+        sign = 1 if best == "max" else -1
+        stays.add(max(measured, key=lambda entry: (sign * entry[0], entry[1]))[2])
+    removed = [folder for folder, _ in complete if folder not in stays]
+    for folder in removed:
+        remove_tree(folder)
+    return removed
+
+
+def set_aside(paths: Sequence[Path], aside: Path) -> None:
+    """Move `paths` into the folder `aside`: kept for the eye, out of the way."""
+    for path in paths:
+        aside.mkdir(parents=True, exist_ok=True)
+        path.rename(aside / path.name)

@@ -1,0 +1,91 @@
+"""What a run folder says of the steps so far, and the way back to a step of it.
+
+    metrics.jsonl   1 2 3 [4 5]        --go_back(folder, 3)-->   metrics.jsonl 1 2 3
+    rollouts/       1 2 3 [4 5 half a 6]                         rollouts/     1 2 3
+    checkpoints/    2 [4, 6.part]                                checkpoints/  2
+                                                                 aside-<time>/ the rest, as it was
+
+A row's number is the steps done when it was written; validation has rows of its own under the number of its step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastgrpo.checkpoint import CHECKPOINTS
+from fastgrpo.checkpoint.disk import PART, remove_tree, write_durably
+from fastgrpo.checkpoint.folders import set_aside
+
+_NUMBERED = re.compile(r"step_(\d+)(\.jsonl)?")
+
+
+@dataclass(slots=True)
+class History:
+    """Curves of the run, and the last value of each metric."""
+
+    curve: list[tuple[int, float]] = field(default_factory=list)  # step, mean reward
+    scores: list[tuple[int, float, int]] = field(default_factory=list)  # step, held-out score, samples
+    steps: int = 0
+    _latest: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        step = int(row["step"])
+        self.steps = max(self.steps, step)
+        if row.get("reward/mean") is not None:
+            self.curve.append((step, row["reward/mean"]))
+        if row.get("val/reward") is not None:
+            self.scores.append((step, row["val/reward"], int(row["val/scored"])))
+        self._latest |= {name: (step, value) for name, value in row.items() if value is not None}
+
+    def value_at(self, step: int, metric: str | None) -> float | None:
+        at, value = self._latest.get(metric or "", (-1, 0.0))
+        return value if at == step else None
+
+
+def go_back(folder: Path, step: int) -> History:
+    """Set aside everything in the run folder that is later than `step`; the history of what stays. Folders of
+    checkpoints that were still being written are removed. Safe to be cut short and called again."""
+    aside = folder / f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+    for unfinished in (folder / CHECKPOINTS).glob(f"*{PART}"):
+        remove_tree(unfinished)
+    for name in ("rollouts", "validation", CHECKPOINTS):
+        late = [path for path in sorted((folder / name).glob("step_*")) if (number(path) or 0) > step]
+        set_aside(late, aside / name)
+    return _cut_rows(folder / "metrics.jsonl", step, aside)
+
+
+def number(path: Path) -> int | None:
+    match = _NUMBERED.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _cut_rows(file: Path, step: int, aside: Path) -> History:
+    """The rows after `step`, and a line that was cut short by the end of the process, go into `aside`."""
+    history = History()
+    kept: list[str] = []
+    late: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else ():
+        row = _row(line)
+        if row is None or row["step"] > step:
+            late.append(line)
+        else:
+            kept.append(line)
+            history.add(row)
+    if late:
+        aside.mkdir(exist_ok=True)
+        (aside / file.name).write_text("".join(late), encoding="utf-8")
+        write_durably(file, "".join(kept))
+    return history
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line) if line.endswith("\n") else None
+    except ValueError:
+        return None

@@ -1,0 +1,67 @@
+"""torchrun as this program starts it: python -m fastgrpo.torchrun [torchrun's options] -m fastgrpo.train +exp=...
+
+Two things torchrun leaves out. It passes SIGUSR1 on to its workers, and gives them time to save, only when told so; and
+when a signal ends it, it ends with status 1 and a traceback, whatever its workers did. Here the status is that of the
+workers: 75 when they have saved and want to be started again, 2 for a mistake of the user.
+
+    signal -> torchrun -> workers save -> rank 0 leaves its exit status in the file that STATUS_FILE names -> status
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+STATUS_FILE = "FASTGRPO_STATUS_FILE"  # set for the workers
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+SHUTDOWN_S = 120  # as trainer.shutdown_timeout_s; whoever sets that sets TORCH_ELASTIC_SHUTDOWN_TIMEOUT too
+
+
+def main(argv: Sequence[str]) -> int:
+    set_defaults(os.environ)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with tempfile.TemporaryDirectory(prefix="fastgrpo-") as folder:
+        file = Path(folder) / "status"
+        os.environ[STATUS_FILE] = str(file)
+        try:
+            run.main(list(argv))
+        except SignalException as error:
+            return _status(file) or 128 + error.sigval
+        except ChildFailedError as error:
+            status = _status(file) or max(failure.exitcode for failure in error.failures.values())
+            if status == 1:
+                raise  # the workers' traceback is above, torchrun's summary of it below
+            return status if status > 0 else 128 - status
+    return 0
+
+
+def set_defaults(environ: MutableMapping[str, str]) -> None:
+    """Both spellings: torch before 2.12 reads the first of each pair, later ones the option that the second stands
+    for."""
+    for names, value in (
+        (("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"), SIGNALS),
+        (("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"), str(SHUTDOWN_S)),
+    ):
+        given = next((environ[name] for name in names if name in environ), value)
+        environ.update(dict.fromkeys(names, given))
+
+
+def _status(file: Path) -> int:
+    """0 where no worker left one."""
+    return int(file.read_text()) if file.exists() else 0
+
+
+def leave_status(status: int, environ: MutableMapping[str, str]) -> None:
+    """Of a worker: how this job ends, for the process that started it."""
+    if STATUS_FILE in environ:
+        Path(environ[STATUS_FILE]).write_text(str(status))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

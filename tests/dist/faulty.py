@@ -1,0 +1,111 @@
+"""Faults for small_runs.py: each function is called in a rank before its run begins. They patch this process alone."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _before(module: Any, name: str, action: Callable[[int], object]) -> None:
+    """Call action(number of the call, from 1) before each call of module.name."""
+    original, calls = getattr(module, name), 0
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        action(calls)
+        return original(*args, **kwargs)
+
+    setattr(module, name, wrapped)
+
+
+def _die_at(call: int) -> Callable[[int], object]:
+    return lambda calls: os.kill(os.getpid(), signal.SIGKILL) if calls == call else None
+
+
+def die_before_the_index() -> None:
+    from fastgrpo.checkpoint import saver
+
+    _before(saver, "write_index", _die_at(3))
+
+
+def die_before_the_commit() -> None:
+    from fastgrpo.checkpoint import saver
+
+    _before(saver, "commit", _die_at(3))
+
+
+def die_before_latest_moves() -> None:
+    from fastgrpo.checkpoint import folders
+
+    _before(folders, "write_durably", _die_at(6))  # manifest and pointer of each save
+
+
+def die_before_the_final_model() -> None:
+    from fastgrpo import trainer
+
+    _before(trainer, "save_model", _die_at(1))
+
+
+def stop_after_each_step() -> None:
+    """As a scheduler would; on the last rank only, the others have to be told."""
+    from fastgrpo.report import Report
+
+    if _rank() == int(os.environ["WORLD_SIZE"]) - 1:
+        _before(Report, "step", lambda calls: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def stop_in_the_rollout_of_step_3() -> None:
+    from fastgrpo import trainer
+
+    if _rank() == 1:
+        _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGUSR1) if calls == 3 else None)
+
+
+def rank_1_is_gone_when_asked_to_stop() -> None:
+    """What torchrun does when a rank has died: SIGTERM to those that are left."""
+    from fastgrpo import trainer
+
+    def action(calls: int) -> None:
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL if _rank() == 1 else signal.SIGTERM)
+
+    _before(trainer, "share_samples", action)
+
+
+def rank_1_cannot_write_its_second_shard() -> None:
+    from fastgrpo.checkpoint import saver
+
+    def action(calls: int) -> None:
+        if calls == 2 and _rank() == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    _before(saver, "write_shard", action)
+
+
+def press_ctrl_c_twice() -> None:
+    """The second time while the first save hangs, more than a press later."""
+    import time
+
+    from fastgrpo import stopping
+    from fastgrpo.checkpoint import saver
+    from fastgrpo.report import Report
+
+    stopping.ONE_PRESS_S = 0.2
+
+    def hang(calls: int) -> None:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    _before(Report, "step", lambda calls: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
+    _before(saver.Saver, "_plan", hang)

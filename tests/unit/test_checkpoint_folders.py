@@ -1,0 +1,247 @@
+"""Which checkpoints are complete, which go, what a crash leaves; which run is the newest; what is set aside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastgrpo.checkpoint import disk, folders
+from fastgrpo.checkpoint.disk import file_sizes, remove_tree, write_durably
+from fastgrpo.checkpoint.folders import Manifest, commit, find_checkpoints, read_manifest, retire
+from fastgrpo.checkpoint.identity import model_fingerprint
+from fastgrpo.checkpoint.resume import check_resume, newest_run
+from fastgrpo.config import RunConfig, TrainerConfig, changed_options, to_document
+from fastgrpo.config.build import option_keys
+from fastgrpo.config.resume import COMPARED, FIXED, FREE, IDENTITY
+from fastgrpo.errors import ConfigError
+from fastgrpo.history import go_back
+
+
+def make(root: Path, step: int, metric: float | None = None) -> Path:
+    part = root / f"step_{step:06d}.part"
+    (part / "state").mkdir(parents=True)
+    (part / "state" / "__0_0.distcp").write_bytes(bytes(range(100)))
+    return commit(part, Manifest(step, 40, 1, {}, {}, {"actor": {"version": step}}, metric, {}))
+
+
+def steps(root: Path) -> list[int]:
+    return [manifest.step for _, manifest in find_checkpoints(root).complete]
+
+
+def test_a_commit_is_whole(tmp_path: Path) -> None:
+    folder = make(tmp_path, 10, 0.5)
+    manifest = read_manifest(folder)
+    assert (manifest.step, manifest.metric, manifest.parts) == (10, 0.5, {"actor": {"version": 10}})
+    assert manifest.files == {"state/__0_0.distcp": 100}
+    assert (tmp_path / "latest").read_text() == "step_000010\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000010"]
+
+
+@pytest.mark.parametrize("call", ["write manifest", "rename", "write latest"])
+def test_a_crash_in_a_commit_loses_nothing(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 10)
+
+    class Crash(BaseException):
+        pass
+
+    def write(path: Path, text: str) -> None:
+        if path.name == {"write manifest": "checkpoint.json", "write latest": "latest"}.get(call):
+            raise Crash
+        write_durably(path, text)
+
+    def rename(self: Path, target: Path) -> Path:
+        raise Crash
+
+    monkeypatch.setattr(folders, "write_durably", write)
+    if call == "rename":
+        monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(Crash):
+        make(tmp_path, 20)
+    monkeypatch.undo()
+    assert steps(tmp_path) == ([20, 10] if call == "write latest" else [10])
+    assert (tmp_path / "latest").read_text() == "step_000010\n"
+
+
+def test_incomplete_folders_say_why(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    (make(tmp_path, 20) / "state" / "__0_0.distcp").write_bytes(b"cut")
+    (make(tmp_path, 30) / "state" / "__0_0.distcp").unlink()
+    (make(tmp_path, 40) / "checkpoint.json").unlink()
+    (make(tmp_path, 50) / "checkpoint.json").write_text("{")
+    manifest = make(tmp_path, 60) / "checkpoint.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    (tmp_path / "step_000070.part").mkdir()
+    found = find_checkpoints(tmp_path)
+    assert [path.name for path, _ in found.complete] == ["step_000010"]
+    reasons = [line.removeprefix(f"{tmp_path}/") for line in found.passed_over]
+    assert reasons[0] == "step_000020: state/__0_0.distcp has 3 of 100 bytes"
+    assert reasons[1] == "step_000030: state/__0_0.distcp is missing"
+    assert reasons[2] == "step_000040: it has no checkpoint.json, which is written last"
+    assert reasons[3].startswith("step_000050: its checkpoint.json cannot be read")
+    assert reasons[4] == "step_000060: its format is 2, this version of fastgrpo reads 1"
+    assert reasons[5] == "step_000070.part: it was still being written"
+    assert reasons[6] == "latest: it names 'step_000060', which is no complete checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "metrics", "left"),
+    [
+        (None, None, [None] * 4, [40, 30, 20, 10]),
+        (2, None, [None] * 4, [40, 30]),
+        (1, None, [9.0, 1.0, 1.0, 1.0], [40]),  # no best was asked for
+        (1, "max", [0.1, 0.9, 0.2, 0.3], [40, 20]),
+        (1, "min", [0.1, 0.9, 0.2, 0.3], [40, 10]),
+        (1, "max", [0.9, 0.9, None, 0.3], [40, 20]),  # of equals the newest
+        (1, "max", [0.1, 0.2, 0.3, 0.4], [40]),
+        (2, "max", [None] * 4, [40, 30]),  # never measured
+    ],
+)
+def test_retention(
+    keep: int | None, best: str | None, metrics: list[float | None], left: list[int], tmp_path: Path
+) -> None:
+    for step, metric in zip((10, 20, 30, 40), metrics, strict=True):
+        make(tmp_path, step, metric)
+    removed = retire(tmp_path, keep, best=best)
+    assert steps(tmp_path) == left
+    assert sorted(folders.step_of(path) or 0 for path in removed) == sorted({10, 20, 30, 40} - set(left))
+    assert (tmp_path / "latest").read_text() == "step_000040\n"
+
+
+def test_retention_counts_complete_ones_alone(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    for step in (20, 30):
+        (make(tmp_path, step) / "state" / "__0_0.distcp").unlink()
+    assert retire(tmp_path, 1, best=None) == []
+    assert steps(tmp_path) == [10]
+
+
+def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path, 10)
+
+    def crash(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(disk.shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        remove_tree(folder)
+    assert not folder.exists() and (tmp_path / "step_000010.part").is_dir()
+    monkeypatch.undo()
+    remove_tree(tmp_path / "step_000010.part")
+    remove_tree(tmp_path / "never_there")
+    assert file_sizes(tmp_path) == {"latest": 12}
+
+
+def test_newest_run_is_by_the_name(tmp_path: Path) -> None:
+    assert newest_run(tmp_path / "nowhere", "a") is None
+    for name in ("a-20261130-101500", "a-20261130-101500-2", "a-20261130-101500-10", "a-20261129-235959"):
+        (tmp_path / name).mkdir()
+    for other in ("ab-20261201-000000", "a-b-20261201-000000", "a-20261201", "a-20261201-000000-x"):
+        (tmp_path / other).mkdir()
+    (tmp_path / "a-20261231-000000").write_text("a file")
+    found = newest_run(tmp_path, "a")
+    assert found is not None and found.name == "a-20261130-101500-10"
+
+
+def test_the_way_back_keeps_what_is_later_aside(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 1, "val/reward": 0.25, "val/scored": 4.0},
+        {"step": 2},
+        {"step": 3},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "rew')
+    for name in ("rollouts", "validation"):
+        (tmp_path / name).mkdir()
+        for step in (1, 2, 3):
+            (tmp_path / name / f"step_{step:06d}.jsonl").write_text(f"{name} {step}")
+    for step in (2, 3):
+        make(tmp_path / "checkpoints", step)
+    (tmp_path / "checkpoints" / "step_000004.part").mkdir()
+    history = go_back(tmp_path, 2)
+    assert (history.steps, history.curve, history.scores) == (2, [(1, 0.5)], [(1, 0.25, 4)])
+    assert history.value_at(1, "val/reward") == 0.25 and history.value_at(2, "val/reward") is None
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 1, 2]
+    [aside] = tmp_path.glob("aside-*")
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 3}\n{"step": 4, "rew'
+    assert sorted(str(path.relative_to(aside)) for path in aside.rglob("*.jsonl")) == [
+        "metrics.jsonl",
+        "rollouts/step_000003.jsonl",
+        "validation/step_000003.jsonl",
+    ]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000002.jsonl"]
+    assert steps(tmp_path / "checkpoints") == [2] and steps(aside / "checkpoints") == [3]
+    assert go_back(tmp_path, 2).steps == 2  # once more: nothing is left to do
+    assert len(list(tmp_path.glob("aside-*"))) == 1
+
+
+def test_kinds_of_options_name_options() -> None:
+    known = option_keys()
+    for key in (*FREE, *IDENTITY, *FIXED, *COMPARED):
+        assert any(option.startswith(key) if key.endswith(".") else option == key for option in known), key
+
+
+def changed(**options: object) -> list[str]:
+    """Of a run with defaults, when this is set now."""
+    allowed = options.pop("allow", [])
+    config = RunConfig(trainer=TrainerConfig(resume_allow=allowed))  # type: ignore[arg-type]
+    for key, value in options.items():
+        *sections, leaf = key.split("__")
+        place: object = config
+        for section in sections:
+            place = getattr(place, section)
+        setattr(place, leaf, value)
+    return changed_options(to_document(RunConfig()), config)
+
+
+def test_options_that_may_differ() -> None:
+    assert changed() == []
+    assert changed(actor__ulysses_sequence_parallel_size=2, actor__max_tokens_per_gpu=99, trainer__save_freq=3) == []
+    assert changed(rollout__tensor_model_parallel_size=2, actor__fsdp__replicas=2, rollout__val_kwargs__n=4) == []
+    assert changed(model__path="elsewhere", data__train_files=["moved.jsonl"], trainer__max_steps=7) == []
+    assert changed(rollout__n=16) == ["rollout.n was 8 and is 16 (allow it: trainer.resume_allow=[rollout.n])"]
+    assert changed(rollout__n=16, allow=["rollout.n"]) == []
+    assert len(changed(actor__optim__lr=1.0, actor__optim__beta1=0.5)) == 2
+    assert changed(actor__optim__lr=1.0, actor__optim__beta1=0.5, allow=["actor.optim"]) == []
+    assert len(changed(data__max_response_length=7)) == 1
+    place = "the place in the data would mean something else"
+    assert changed(data__train_batch_size=4) == [f"data.train_batch_size was 128 and is 4 ({place})"]
+    assert len(changed(trainer__seed=1, data__shuffle=False, allow=["trainer.seed", "data.shuffle"])) == 2
+
+
+def test_a_run_of_a_version_with_fewer_options_is_continued() -> None:
+    before = to_document(RunConfig())
+    del before["actor"]["clip_ratio_c"]
+    before["actor"]["an_option_that_is_gone"] = 3
+    assert changed_options(before, RunConfig()) == [
+        "actor.an_option_that_is_gone was 3 and is not there (this version has no such option)"
+    ]
+
+
+def test_paths_that_lead_to_no_checkpoint(tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(ConfigError) as refused:
+            check_resume(RunConfig(trainer=TrainerConfig(resume=str(path))))
+        return str(refused.value)
+
+    assert "there is no folder" in refusal(tmp_path / "nowhere")
+    assert "holds no complete checkpoint in checkpoints/" in refusal(tmp_path)
+    (make(tmp_path / "checkpoints", 10) / "state" / "__0_0.distcp").unlink()
+    assert "state/__0_0.distcp is missing" in refusal(tmp_path)
+    assert "is no complete checkpoint: state/__0_0.distcp is missing" in refusal(
+        tmp_path / "checkpoints" / "step_000010"
+    )
+
+
+def test_a_model_is_known_by_its_ends(tiny_model: Path, tmp_path: Path) -> None:
+    for path in tiny_model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert model_fingerprint(tmp_path) == model_fingerprint(tiny_model)
+    weights = tmp_path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert model_fingerprint(tmp_path) != model_fingerprint(tiny_model)

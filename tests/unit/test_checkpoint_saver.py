@@ -1,0 +1,236 @@
+"""Saving and loading in one process: bit for bit, asynchronously, on disks that are full or read-only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastgrpo.checkpoint import Manifest, Saver, restore, saver
+from fastgrpo.checkpoint.folders import find_checkpoints, read_manifest
+from fastgrpo.checkpoint.random_state import random_state, set_random_state
+from fastgrpo.checkpoint.tensors import training_tensors
+from fastgrpo.config import OptimConfig, TrainerConfig
+from fastgrpo.mesh import Mesh
+from fastgrpo.policy.model import Policy, build_policy
+from fastgrpo.policy.optim import apply_update, build_adamw
+
+
+def make_policy(folder: Path, mesh: Mesh) -> tuple[Policy, torch.optim.Optimizer]:
+    policy = build_policy(folder, mesh, dtype=torch.float32, attention_backend="sdpa", trainable=True)
+    return policy, build_adamw(policy.module.parameters(), OptimConfig(lr=1e-2))
+
+
+def update(policy: Policy, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    for parameter in policy.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.to_local().normal_()
+    apply_update(optimizer, 1e-2, 1.0)
+
+
+def manifest(step: int, metric: float | None = None, **parts: Any) -> Manifest:
+    return Manifest(step, 9, 1, {}, {}, parts, metric, {})
+
+
+def saver_of(root: Path, made: tuple[Policy, torch.optim.Optimizer], model: Path, mesh: Mesh, **options: Any) -> Saver:
+    return Saver(root, *made, AutoTokenizer.from_pretrained(model), mesh, TrainerConfig(**options))
+
+
+def values(made: tuple[Policy, torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    return {
+        name: getattr(t, "full_tensor", lambda t=t: t)().clone()
+        for name, t in training_tensors(made[0].module, made[1]).items()
+    }
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.number = 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state(self, state: Any) -> None:
+        self.number = state["number"]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_everything_comes_back(asynchronous: bool, tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    made = make_policy(tiny_model, mesh)
+    for seed in range(3):
+        update(*made, seed=seed)
+    saving, counter = saver_of(tmp_path, made, tiny_model, mesh, async_save=asynchronous), Counter()
+    counter.number = 0.1 + 0.2
+    right = values(made)
+    assert len([name for name in right if name.endswith("exp_avg_sq")]) > 20
+    saving.save(manifest(3, counter=counter.state()), random_state())
+    drawn = torch.rand(3), np.random.rand(3), random.random()
+    update(*made, seed=9)  # while the writer writes
+    saving.wait()
+    [(folder, found)] = find_checkpoints(tmp_path).complete
+
+    other, restored = make_policy(tiny_model, mesh), Counter()
+    assert not other[1].state
+    restore(folder, found, *other, {"counter": restored, "newer": restored}, mesh)
+    back = values(other)
+    assert back.keys() == right.keys() and all(torch.equal(back[name], right[name]) for name in right)
+    assert all(back[name].dtype == right[name].dtype for name in right)
+    assert restored.number == 0.1 + 0.2
+    assert torch.equal(torch.rand(3), drawn[0]) and np.array_equal(np.random.rand(3), drawn[1])
+    assert random.random() == drawn[2]
+    update(*other, seed=9)
+    moved, unbroken = values(other), values(made)
+    assert all(torch.equal(moved[name], unbroken[name]) for name in unbroken)
+
+
+def test_the_model_folder_is_the_saved_policy(tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    made = make_policy(tiny_model, mesh)
+    update(*made)
+    saver_of(tmp_path, made, tiny_model, mesh).save(manifest(1), random_state(), wait=True)
+    folder = tmp_path / "step_000001" / "model"
+    weights, right = (
+        load_file(folder / "model.safetensors"),
+        {name: tensor.clone() for name, tensor in made[0].export()},
+    )
+    assert weights.keys() == right.keys() and all(torch.equal(weights[name], right[name]) for name in right)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(state[name], right[name]) for name in right)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_a_checkpoint_before_the_first_update(tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    made = make_policy(tiny_model, mesh)
+    saver_of(tmp_path, made, tiny_model, mesh).save(manifest(1), random_state(), wait=True)
+    other = make_policy(tiny_model, mesh)
+    update(*other)
+    fresh = make_policy(tiny_model, mesh)
+    restore(tmp_path / "step_000001", read_manifest(tmp_path / "step_000001"), *fresh, {}, mesh)
+    assert not fresh[1].state
+    assert all(torch.equal(a, b) for a, b in zip(values(fresh).values(), values(made).values(), strict=True))
+
+
+def test_the_next_save_waits_and_old_ones_go(tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    made = make_policy(tiny_model, mesh)
+    options = {"max_ckpt_to_keep": 1, "best_metric": "val/reward"}
+    saving = saver_of(tmp_path, made, tiny_model, mesh, **options)
+    for step, metric in ((1, 0.1), (2, 0.9), (3, None), (4, 0.2)):
+        saving.save(manifest(step, metric), random_state())
+    saving.wait()
+    assert [found.step for _, found in find_checkpoints(tmp_path).complete] == [4, 2]
+    assert saving.failures == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 9 MiB of its own, for whoever may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "none", str(folder)]).returncode:
+        pytest.skip("may not mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def sizes(made: tuple[Policy, torch.optim.Optimizer]) -> int:
+    return sum(tensor.nbytes for tensor in values(made).values())
+
+
+def test_a_full_disk_costs_that_save_alone(
+    tiny_model: Path, mesh: Mesh, small_disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, root = make_policy(tiny_model, mesh), small_disk / "checkpoints"
+    update(*made)
+    assert sizes(made) == 3783276  # with the model's third of it, one fits and two do not
+    saving = saver_of(root, made, tiny_model, mesh)
+    saving.save(manifest(1), random_state(), wait=True)
+    assert saving.failures == 0
+    with caplog.at_level(logging.ERROR):
+        saving.save(manifest(2), random_state(), wait=True)  # seen before
+    assert "CHECKPOINT NOT SAVED (step_000002): OSError: a checkpoint takes 0.0047 GiB and 0.00" in caplog.text
+    monkeypatch.setattr(saver, "free_bytes", lambda folder: 1 << 40)
+    with caplog.at_level(logging.ERROR):
+        saving.save(manifest(3), random_state(), wait=True)  # met while writing
+    assert "CHECKPOINT NOT SAVED (step_000003)" in caplog.text
+    assert saving.failures == 2
+    assert [path.name for path in sorted(root.iterdir())] == ["latest", "step_000001"]
+    assert read_manifest(root / "step_000001").step == 1 and (root / "latest").read_text() == "step_000001\n"
+    subprocess.run(["mount", "-o", "remount,size=40m", str(small_disk)], check=True)
+    saving.save(manifest(4), random_state(), wait=True)
+    assert [found.step for _, found in find_checkpoints(root).complete] == [4, 1]
+
+
+def test_a_disk_that_turns_read_only(
+    tiny_model: Path, mesh: Mesh, small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make_policy(tiny_model, mesh)
+    saving = saver_of(small_disk, made, tiny_model, mesh)
+    saving.save(manifest(1), random_state(), wait=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with caplog.at_level(logging.ERROR):
+        saving.save(manifest(2), random_state(), wait=True)
+    assert "[Errno 30] Read-only file system" in caplog.text and saving.failures == 1
+    assert [found.step for _, found in find_checkpoints(small_disk).complete] == [1]
+
+
+def test_a_folder_that_cannot_be_made(
+    tiny_model: Path, mesh: Mesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    saving = saver_of(tmp_path / "checkpoints", make_policy(tiny_model, mesh), tiny_model, mesh)
+    with caplog.at_level(logging.ERROR):
+        saving.save(manifest(1), random_state(), wait=True)
+    assert "CHECKPOINT NOT SAVED (step_000001): " in caplog.text and saving.failures == 1
+
+
+@pytest.mark.parametrize("where", ["write_shard", "write_index", "full_masters", "commit"])
+def test_an_error_anywhere_leaves_nothing_half(
+    where: str, tiny_model: Path, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = saver_of(tmp_path, make_policy(tiny_model, mesh), tiny_model, mesh)
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, where, fail)
+        saving.save(manifest(1), random_state(), wait=True)
+    assert saving.failures == 1 and list(tmp_path.iterdir()) == []
+    saving.save(manifest(2), random_state(), wait=True)
+    assert [found.step for _, found in find_checkpoints(tmp_path).complete] == [2]
+
+
+def test_a_damaged_shard_of_the_right_size_ends_the_resume(tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    made = make_policy(tiny_model, mesh)
+    saver_of(tmp_path, made, tiny_model, mesh).save(manifest(1), random_state(), wait=True)
+    shard = tmp_path / "step_000001" / "state" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(OSError, match="step_000001 cannot be read \\(rank 0: "):
+        restore(
+            tmp_path / "step_000001", read_manifest(tmp_path / "step_000001"), *make_policy(tiny_model, mesh), {}, mesh
+        )
+
+
+def test_random_state_is_plain_and_exact() -> None:
+    random.gauss(0, 1)  # leaves half a pair behind
+    np.random.randn()
+    state = json.loads(json.dumps(random_state()))
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(1).item()]
+
+    first = draw()
+    assert draw() != first
+    set_random_state(state)
+    assert draw() == first
