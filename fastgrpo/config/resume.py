@@ -39,6 +39,7 @@ FREE = (
     "actor.ulysses_sequence_parallel_size",
     "actor.attention",
     "actor.head",
+    "actor.head_chunk_gib",
     "actor.use_liger",
     "actor.gradient_checkpointing",
     "actor.activation_offload",
