@@ -58,12 +58,16 @@ class Session:
         self._saver = Saver(root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, run.config.trainer)
         return self
 
-    def after_step(self) -> None:
-        """Save after every `save_freq` steps, and after the last, so that a longer run can go on from there. A save that
-        a signal asks for in the middle of a step is of the state that is noted here: masters and optimizer change in
-        the update alone, where no step is left, but a part may change before."""
+    def note(self) -> None:
+        """What is true between two steps. A save that a signal asks for in the middle of a step keeps the parts as they
+        are noted here: masters and optimizer change in the update alone, where no step is left, but a part may change
+        before."""
+        self._noted = {name: part.state() for name, part in self._run.stateful.items()}, random_state()
+
+    def save_if_due(self) -> None:
+        """After every `save_freq` steps, and after the last, so that a longer run can go on from there."""
         run, every = self._run, self._run.config.trainer.save_freq
-        self._noted = {name: part.state() for name, part in run.stateful.items()}, random_state()
+        self.note()
         self._say_failures()
         last = every > 0 and run.steps_done == run.stages.total_steps
         if run.steps_done != self._saved_at and (last or due(run.steps_done, every)):

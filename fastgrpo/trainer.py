@@ -71,10 +71,11 @@ class Trainer:
         s = self.stages
         with self.stopper.listening(), Session(self) as session:
             while True:
+                session.note()
                 self.stopper.check()
                 if self._validation_is_due():
                     self.validate(session.report)
-                session.after_step()
+                session.save_if_due()
                 if self.steps_done == s.total_steps:
                     break
                 session.report.step(self.step(), self._rows)

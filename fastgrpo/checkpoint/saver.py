@@ -91,9 +91,9 @@ class Saver:
         self._store = open_store("save") if mesh.world > 1 else None
 
     def save(self, manifest: Manifest, random_state: dict[str, Any], *, wait: bool = False) -> None:
-        """A collective; `random_state` is this rank's. Returns when the state is copied (and with `wait`, or without trainer.async_save, when the
-        checkpoint is complete); what happens afterwards to the weights does not matter. Never raises for a failed
-        save."""
+        """A collective; `random_state` is this rank's. Returns when the state is copied (and with `wait`, or without
+        trainer.async_save, when the checkpoint is complete); what happens to the weights afterwards does not matter.
+        Never raises for a failed save."""
         self.wait()
         self._number += 1
         job = self._plan(manifest, random_state, step_folder(self._root, manifest.step).with_suffix(PART))

@@ -109,3 +109,11 @@ def press_ctrl_c_twice() -> None:
 
     _before(Report, "step", lambda calls: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)])
     _before(saver.Saver, "_plan", hang)
+
+
+def stop_between_reward_and_update() -> None:
+    """After the adaptive coefficient of the step has moved."""
+    from fastgrpo import trainer
+
+    if _rank() == 0:
+        _before(trainer, "make_groups", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 3 else None)

@@ -190,6 +190,28 @@ def answers_of_training(run: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in (run / "rollouts").iterdir()}
 
 
+def test_a_step_that_was_left_leaves_no_trace(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    """Stopped when the adaptive KL coefficient had moved for a step whose update was not made."""
+    options: dict[str, Any] = {
+        "algorithm__use_kl_in_reward": True,
+        "algorithm__kl_ctrl__type": "adaptive",
+        "algorithm__kl_ctrl__kl_coef": 0.1,
+        "algorithm__kl_ctrl__target_kl": 1e-4,
+        "algorithm__kl_ctrl__horizon": 20,
+        "trainer__save_freq": -1,
+    }
+    runs.start(1, document(tmp_path / "whole", tiny_model, **options)).finish()
+    configured = document(tmp_path / "broken", tiny_model, **options)
+    stopped = runs.start(1, configured, faults="stop_between_reward_and_update")
+    assert stopped.wait() == [SAVED], stopped.output()
+    runs.start(1, configured).finish()
+    right, run = only_run(tmp_path / "whole"), only_run(tmp_path / "broken")
+    [checkpoint] = (run / "checkpoints").glob("step_*")
+    parts = json.loads((checkpoint / "checkpoint.json").read_text())["parts"]
+    assert parts["trainer"]["steps_done"] == 2 and parts["kl_controller"]["coef"] != 0.1
+    assert rows(run) == rows(right)
+
+
 def test_nothing_is_saved_when_a_rank_is_missing(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
     configured = document(tmp_path, tiny_model, trainer__save_freq=-1, trainer__shutdown_timeout_s=1)
     ended = runs.start(2, configured, faults="rank_1_is_gone_when_asked_to_stop")
