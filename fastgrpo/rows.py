@@ -16,10 +16,10 @@ Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def read_file(file: Path, option: str) -> list[Row]:
-    """Rows of a .jsonl, .json (a list, or {"data": a list}) or .parquet file."""
+def read_file(file: Path, option: str, limit: int | None = None) -> list[Row]:
+    """The rows, or the first `limit` of them: of a large parquet file no more than those are read."""
     if file.suffix == ".parquet":
-        return _read_parquet(file, option)
+        return _read_parquet(file, option, limit)
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -28,15 +28,23 @@ def read_file(file: Path, option: str) -> list[Row]:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise UserError(f"{option}: {file} row {index} is {_shown(row)}, not an object with named columns")
-    return rows
+    return rows[:limit]
 
 
-def _read_parquet(file: Path, option: str) -> list[Row]:
+def _read_parquet(file: Path, option: str, limit: int | None) -> list[Row]:
     import pyarrow  # here, because only parquet needs it and importing it takes a while
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(file).read().to_pylist()
+        table = pyarrow.parquet.ParquetFile(file)
+        if limit is None:
+            return table.read().to_pylist()
+        rows: list[Row] = []
+        for batch in table.iter_batches():
+            rows += batch.to_pylist()
+            if len(rows) >= limit:
+                break
+        return rows[:limit]
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{option}: {file} is no readable parquet file: {error}") from error
 

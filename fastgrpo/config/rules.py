@@ -54,6 +54,7 @@ from fastgrpo.config.reward_rules import (
 from fastgrpo.config.schema import RunConfig
 from fastgrpo.config.task_rules import (
     arithmetic_can_be_made,
+    choices_have_a_place,
     data_files_have_a_known_form,
     data_is_given,
     dual_clip_above_1,
@@ -171,6 +172,7 @@ RULES: tuple[Rule, ...] = (
     attention_runs_on_the_device,
     data_files_have_a_known_form,
     arithmetic_can_be_made,
+    choices_have_a_place,
     greedy_validation_draws_once,
     reward_functions_are_complete,
     reward_options_are_read,

@@ -77,9 +77,12 @@ class DataConfig:
     train_files: list[str] = field(default_factory=list)
     val_files: list[str] = field(default_factory=list)  # the same; empty: no validation
     hub_config: str | None = None  # configuration of a hub data set, e.g. `main`
-    train_split: str = "train"  # split of a hub data set
+    train_split: str = "train"  # split of a hub data set, or some of its rows: train[:1000], train[1000:]
     val_split: str = "test"
     prompt_key: str = "prompt"  # column with a string or a list of chat messages; dots go into nested columns
+    prompt_template: str | None = None  # instead of prompt_key: a text with the names of columns, as in {question}
+    choices_key: str | None = None  # column with choices; they are lettered (a hash shuffles them), after the prompt or
+    # at {choices}, and the reference, which says the right one (index, letter, text, list with a 1), becomes its letter
     reference_key: str | None = "reference"  # column with the right answer; verl: reward_model.ground_truth; null: none
     system_prompt: str | None = None  # put before a prompt that has no system message of its own; "" = an empty one
     prompt_suffix: str = ""  # appended to the last user message

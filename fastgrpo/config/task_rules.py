@@ -76,6 +76,15 @@ def data_files_have_a_known_form(c: RunConfig, layout: Layout) -> Iterator[str]:
                 )
 
 
+def choices_have_a_place(c: RunConfig, layout: Layout) -> Iterator[str]:
+    template, key = c.data.prompt_template, c.data.choices_key
+    if template is not None and ("{choices}" in template) != (key is not None):
+        yield (
+            f"data.prompt_template={template!r} and data.choices_key={key}: the lettered choices go where the template "
+            "says {choices}; set both, or take both out"
+        )
+
+
 def arithmetic_can_be_made(c: RunConfig, layout: Layout) -> Iterator[str]:
     made = c.data.arithmetic
     if not made.operations or not set(made.operations) <= set("+-*"):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastgrpo.config import DataConfig, Truncation
-from fastgrpo.data.sources import Row, Source, Split, columns, find_file, lookup, read_sources
+from fastgrpo.data.columns import CHOICES, fill_template, letter_choices
+from fastgrpo.data.sources import Row, Source, Split, columns, find_file, lookup, read_sources, source_of
 from fastgrpo.data.template import Message, encode, load_tokenizer, to_messages, what_the_user_said
 from fastgrpo.errors import UserError
 from fastgrpo.records import Prompt
@@ -75,7 +76,7 @@ def prompts_from_python(
     if not prompts:
         raise UserError("prompts=[] holds no prompts: give a list of strings, of message lists or of rows")
     rows = [_python_row(prompt, data) for prompt in prompts]
-    return _make_set([Source("python", "prompts", rows, data.prompt_key, data.reference_key)], tokenizer, data, split)
+    return _make_set([source_of(data, "python", "prompts", rows)], tokenizer, data, split)
 
 
 def _python_row(prompt: Any, data: DataConfig) -> Row:
@@ -125,15 +126,30 @@ def _distinct_names(sources: list[Source]) -> list[str]:
 
 def _tasks(source: Source, name: str, data: DataConfig, split: Split) -> list[_Task]:
     tasks = []
-    for index, row in enumerate(source.rows):
+    for index, row in enumerate(source.rows, start=source.first_row):
         where = f"{source.origin} row {index}"
-        messages = to_messages(_column(row, source.prompt_key, "data.prompt_key", where), data, where)
-        reference = None
-        if source.reference_key is not None:
-            reference = _as_text(_column(row, source.reference_key, "data.reference_key", where))
-        meta = {key: value for key, value in row.items() if key not in (source.prompt_key, source.reference_key)}
-        tasks.append(_Task(f"{name}/{split}/{index}", where, messages, reference, meta))
+        prompt, reference = _prompt_and_reference(row, source, data, where)
+        used = (None if source.template else source.prompt_key, source.reference_key)
+        meta = {key: value for key, value in row.items() if key not in used}
+        tasks.append(_Task(f"{name}/{split}/{index}", where, to_messages(prompt, data, where), reference, meta))
     return tasks
+
+
+def _prompt_and_reference(row: Row, source: Source, data: DataConfig, where: str) -> tuple[Any, str | None]:
+    """The prompt, a text or a list of messages, and the right answer."""
+    prompt = None if source.template else _column(row, source.prompt_key, "data.prompt_key", where)
+    right = None
+    if source.reference_key is not None:
+        right = _column(row, source.reference_key, "data.reference_key", where)
+    lines, places = "", {}
+    if source.choices_key is not None:
+        lines, right = letter_choices(_column(row, source.choices_key, "data.choices_key", where), right, where)
+        places = {CHOICES: lines}
+    if source.template is not None:
+        return fill_template(source.template, row, places, where), _as_text(right)
+    if lines and not isinstance(prompt, str):
+        raise UserError(f"{where}: choices go below a text, and the prompt is a list; set data.prompt_template")
+    return f"{prompt}\n{lines}" if lines else prompt, _as_text(right)
 
 
 def _column(row: Row, key: str, option: str, where: str) -> Any:

@@ -7,6 +7,7 @@ columns, whose values may be dictionaries or JSON text, as in verl's parquet fil
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,16 @@ class Source:
     rows: list[Row]
     prompt_key: str
     reference_key: str | None
+    template: str | None = None  # data.prompt_template
+    choices_key: str | None = None
+    first_row: int = 0  # place of the first row in its data, for uids and messages
+
+
+def source_of(data: DataConfig, name: str, origin: str, rows: list[Row], first_row: int = 0) -> Source:
+    """A source whose rows are read as `data` says."""
+    return Source(
+        name, origin, rows, data.prompt_key, data.reference_key, data.prompt_template, data.choices_key, first_row
+    )
 
 
 def find_file(path: str, option: str = "data.train_files") -> Path:
@@ -65,16 +76,28 @@ def _read_entry(entry: str, data: DataConfig, split: Split, seed: int, option: s
         return Source(ARITHMETIC, ARITHMETIC, list(make_tasks(data.arithmetic, split, seed)), "prompt", "reference")
     if entry.endswith(SUFFIXES):
         rows = read_file(find_file(entry, option), option)
-        return Source(Path(entry).stem, entry, rows, data.prompt_key, data.reference_key)
+        return source_of(data, Path(entry).stem, entry, rows)
     if looks_local(entry):
         found = find_file(entry, option)
         raise UserError(f"{option}: {found} is none of {', '.join(SUFFIXES)}: convert it to one of them")
-    hub_split = data.train_split if split == "train" else data.val_split
+    wanted = data.train_split if split == "train" else data.val_split
+    hub_split, first, end = read_split(wanted, f"data.{split}_split")
     files = resolve_dataset(entry, data.hub_config, hub_split, option=option)
-    rows = [row for file in files for row in read_file(file, option)]
-    return Source(
-        entry, f"{entry} ({data.hub_config or 'default'}/{hub_split})", rows, data.prompt_key, data.reference_key
-    )
+    rows: list[Row] = []
+    for file in files:
+        if end is None or len(rows) < end:
+            rows += read_file(file, option, None if end is None else end - len(rows))
+    return source_of(data, entry, f"{entry} ({data.hub_config or 'default'}/{wanted})", rows[first:], first)
+
+
+def read_split(text: str, option: str) -> tuple[str, int, int | None]:
+    """(name, first row, end row or None) of `train`, `train[:100]`, `train[100:200]` or `train[100:]`."""
+    match = re.fullmatch(r"([\w.-]+)(?:\[(\d*):(\d*)\])?", text)
+    if match is None:
+        raise UserError(
+            f"{option}={text} is no split; write a name, or some of its rows as in train[:1000] or train[1000:]"
+        )
+    return match[1], int(match[2] or 0), int(match[3]) if match[3] else None
 
 
 def lookup(row: Row, key: str) -> Any:

@@ -280,6 +280,12 @@ BROKEN = [
         {STYLE: {"kind": "model"}},
         [f"{STYLE}.path=None", f"{STYLE}.url=None", "one of"],
     ),
+    (
+        "choices_have_a_place",
+        1,
+        {"data.prompt_template": "{question}", "data.choices_key": "options"},
+        ["data.choices_key=options", "{choices}"],
+    ),
     ("judges_and_models_are_found", 1, {STYLE: {"kind": "file"}}, [f"{STYLE}.path=None", "FILE.jsonl"]),
     ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_score": 0}}, [f"{STYLE}.max_score=0", "above 0"]),
     ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_retries": -1}}, [f"{STYLE}.max_retries=-1", "0 or more"]),
