@@ -210,6 +210,7 @@ def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: boo
         trainable=trainable,
         gradient_checkpointing=actor.gradient_checkpointing or 0,
         activation_offload=bool(actor.activation_offload),
+        mlp_slices=actor.mlp_slices or 1,
         reshard_after_forward=bool(actor.fsdp.reshard_after_forward) or not trainable,
         offload_policy=bool(offload_policy),
         use_liger=actor.use_liger,

@@ -26,6 +26,7 @@ AT_LEAST_1 = (
     "actor.ppo_epochs",
     "actor.max_tokens_per_gpu",
     "actor.micro_batch_size_per_gpu",
+    "actor.mlp_slices",
     "actor.max_skipped_updates",
     "actor.ulysses_sequence_parallel_size",
     "actor.fsdp.replicas",

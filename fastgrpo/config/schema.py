@@ -10,9 +10,9 @@ rollout.n), tokens, updates, steps. A step is one rollout and all the updates ma
 Why StrEnum("Name", ["value"]) and no class: the values are verl's, and names such as `token-mean` are no identifiers.
 A plain string of the same spelling is as good as the member.
 
-Options of memory (actor.max_tokens_per_gpu, head_chunk_gib, gradient_checkpointing, activation_offload, the fsdp and
-offload options, rollout.kv_cache_gib) are null by default: on CUDA the memory plan (fastgrpo/plan) decides them, on a
-CPU they are fixed (plan/settle.py). What was decided is printed at the start.
+Options of memory (actor.max_tokens_per_gpu, head_chunk_gib, gradient_checkpointing, activation_offload, mlp_slices, the
+fsdp and offload options, rollout.kv_cache_gib) are null by default: on CUDA the memory plan (fastgrpo/plan) decides
+them, on a CPU they are fixed (plan/settle.py). What was decided is printed at the start.
 """
 
 from __future__ import annotations
@@ -177,6 +177,7 @@ class ActorConfig:
     use_liger: bool = True  # RMSNorm, SwiGLU and RoPE of liger-kernel, on CUDA where it is installed
     gradient_checkpointing: int | None = None  # recompute every k-th block in the backward: 1 = all, 0 = none
     activation_offload: bool | None = None  # keep the activations between blocks in host memory
+    mlp_slices: int | None = None  # slices of a row that an MLP works through, recomputed in the backward; 1 = whole
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
 

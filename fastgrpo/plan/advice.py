@@ -78,6 +78,7 @@ def _of_the_trainer(config: RunConfig, plan: Plan) -> Iterator[Option]:
     yield "actor.fsdp.reshard_after_forward", True, SAME_NUMBERS
     if settings.head_chunk_bytes > k.HEAD_CHUNK_LEAST:
         yield "actor.head_chunk_gib", k.HEAD_CHUNK_LEAST / k.GIB, SAME_NUMBERS
+    yield "actor.mlp_slices", max(k.MLP_SLICES, 2 * settings.mlp_slices), SAME_NUMBERS
     if settings.gradient_checkpointing:
         yield "actor.activation_offload", True, SAME_NUMBERS
     if not settings.offload_during_rollout:

@@ -106,6 +106,7 @@ def candidates(job: Job, given: Mapping[str, Any]) -> Iterator[Settings]:
         "head_chunk_bytes": tuple(k.HEAD_CHUNK_CUDA >> i for i in range(4)),
         "gradient_checkpointing": _CHECKPOINTING,
         "activation_offload": (False, True),
+        "mlp_slices": (1, k.MLP_SLICES),
         "reshard_after_forward": (False, True),
         "offload_policy": (False, True),
         "offload_during_rollout": (False, True),
@@ -137,6 +138,7 @@ def cost(plan: Plan) -> float:
     per_micro_batch += k.COST_CPU_OFFLOAD_TOKENS * s.offload_policy
     return (
         k.COST_RECOMPUTE * recomputed / job.model.layers
+        + k.COST_RECOMPUTE * (s.mlp_slices > 1) * job.model.mlp_parameters / job.model.block_parameters
         + k.COST_GATHER_AGAIN * (s.reshard_after_forward and job.shard > 1)
         - 1e-6 * (s.reshard_after_forward and job.shard == 1)  # alone it costs nothing: then it may save memory
         + k.COST_ACTIVATION_OFFLOAD * s.activation_offload

@@ -30,6 +30,7 @@ class Settings:
     head_chunk_bytes: int
     gradient_checkpointing: int
     activation_offload: bool
+    mlp_slices: int
     reshard_after_forward: bool
     offload_policy: bool
     offload_during_rollout: bool

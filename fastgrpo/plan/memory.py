@@ -92,11 +92,11 @@ def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
     # Blocks 0, k, 2k, ... are recomputed; when the last of them is, the whole ones behind it have been freed.
     whole_behind = (model.layers - 1) % every if every else 0
     own_input = c * model.hidden  # kept already
-    recomputed = block_activations(job) - own_input if every and not whole_behind else 0
+    recomputed = block_activations(job, settings) - own_input if every and not whole_behind else 0
     return (
         ("gathered weights", c * (model.outer_parameters + blocks * model.block_parameters)),
         ("activations", kept_activations(job, settings)),
-        ("a block's backward", tokens * (recomputed + backward_scratch(job))),
+        ("a block's backward", tokens * recomputed + backward_scratch(job, settings)),
         ("gradients being reduced", (c + k.REDUCED) * model.block_parameters),  # its own, the block's before it
         ("head's gradient", c * model.head_parameters),
     )
@@ -124,23 +124,23 @@ def kept_activations(job: Job, settings: Settings) -> int:
     model, every = job.model, settings.gradient_checkpointing
     recomputed = -(-model.layers // every) if every else 0
     inputs = min(recomputed, k.OFFLOADED_IN_FLIGHT) if settings.activation_offload else recomputed
-    width = inputs * model.hidden * job.compute_width + (model.layers - recomputed) * block_activations(job)
+    width = inputs * model.hidden * job.compute_width + (model.layers - recomputed) * block_activations(job, settings)
     return row_tokens(job, settings) * (width + _norm_activations(job, model.hidden))
 
 
-def block_activations(job: Job) -> int:
+def block_activations(job: Job, settings: Settings) -> int:
     """Bytes a token that one block keeps for its backward.
 
-    Two norms (input, output), the attention's q, k, v and output, the MLP's gate, up and product; without liger the
-    MLP keeps silu(gate) too and a norm a float32 copy. SDPA gathers q, k, v and output into padded buckets, keys and
-    values repeated to the query heads."""
+    Two norms (input, output), the attention's q, k, v and output, the MLP's gate, up and product (nothing of its inside
+    when it is sliced); without liger the MLP keeps silu(gate) too and a norm a float32 copy. SDPA gathers q, k, v and
+    output into padded buckets, keys and values repeated to the query heads."""
     model, c = job.model, job.compute_width
     q, kv = model.query_width, model.kv_width * max(1, job.sp // model.kv_heads)
     attention = 2 * q + 2 * kv if job.varlen else int(4 * q * k.SDPA_PADDING) + q
-    mlp = (3 if job.liger else 4) * model.intermediate
+    mlp = _mlp_activations(job) if settings.mlp_slices == 1 else 0
     heads = _norm_activations(job, q + kv) - c * (q + kv) if model.normed_heads else 0  # their outputs are q and k
     softmax_sums = 4 * model.heads
-    return 2 * _norm_activations(job, model.hidden) + c * (attention + mlp) + heads + softmax_sums
+    return 2 * _norm_activations(job, model.hidden) + c * attention + mlp + heads + softmax_sums
 
 
 def _norm_activations(job: Job, width: int) -> int:
@@ -150,11 +150,22 @@ def _norm_activations(job: Job, width: int) -> int:
     return 2 * c * width if job.liger else (4 + 2 * c) * width
 
 
-def backward_scratch(job: Job) -> int:
-    """Bytes a token that the widest point of a block's backward, its MLP, adds to the block's activations: gradients
-    of product, gate and up, with the product freed; liger writes the last two over their values."""
-    model = job.model
-    return job.compute_width * ((1 if job.liger else 2) * model.intermediate + 2 * model.hidden)
+def _mlp_activations(job: Job) -> int:
+    """Bytes a token of an MLP's inside."""
+    return job.compute_width * (3 if job.liger else 4) * job.model.intermediate
+
+
+def backward_scratch(job: Job, settings: Settings) -> int:
+    """Bytes that the widest point of a block's backward, its MLP, adds to the block's activations: gradients of
+    product, gate and up, with the product freed (liger writes the last two over their values), and of the hidden
+    states. Of a sliced MLP: one slice with its inside, and the weights' gradients summed in float32."""
+    model, c, tokens = job.model, job.compute_width, row_tokens(job, settings)
+    inside = c * (1 if job.liger else 2) * model.intermediate
+    hidden = 2 * c * model.hidden * tokens
+    if settings.mlp_slices == 1:
+        return inside * tokens + hidden
+    part = -(-tokens // settings.mlp_slices)
+    return hidden + part * (inside + _mlp_activations(job)) + k.REDUCED * model.mlp_parameters
 
 
 def chunk_rows(vocab: int, chunk_bytes: int, rows: int) -> int:

@@ -46,6 +46,11 @@ class ModelSizes:
         return self.vocab * self.hidden
 
     @property
+    def mlp_parameters(self) -> int:
+        """Of one layer's gated MLP."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
     def query_width(self) -> int:
         return self.heads * self.head_dim
 

@@ -52,7 +52,8 @@ def decisions(asked: RunConfig, settled: RunConfig) -> list[str]:
 
 
 def markdown_row(name: str, asked: RunConfig, settled: RunConfig, plan: Plan) -> str:
-    shown = [text.removeprefix("actor.") for text in decisions(asked, settled) if not text.endswith("=false")]
+    found = [text.removeprefix("actor.") for text in decisions(asked, settled)]
+    shown = [text for text in found if not text.endswith(("=false", "mlp_slices=1"))]
     cells = (
         f"`{name}`",
         f"{plan.job.world}",

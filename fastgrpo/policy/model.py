@@ -29,6 +29,7 @@ from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy import attention, liger
 from fastgrpo.policy.head import Head, OutputLayer
+from fastgrpo.policy.mlp_slices import slice_mlps
 from fastgrpo.policy.weights import full_tensors, load_shards, map_checkpoint
 
 
@@ -99,6 +100,7 @@ def build_policy(
     trainable: bool,
     gradient_checkpointing: int = 0,
     activation_offload: bool = False,
+    mlp_slices: int = 1,
     reshard_after_forward: bool = True,
     offload_policy: bool = False,
     use_liger: bool = False,
@@ -111,6 +113,8 @@ def build_policy(
     checkpoint_map = map_checkpoint(lm, folder)
     if use_liger and mesh.device.type == "cuda" and liger.is_installed():
         liger.use_liger_modules(lm)
+    if mlp_slices > 1:
+        slice_mlps(blocks(lm), mlp_slices)
     if gradient_checkpointing and trainable:
         _checkpoint_blocks(lm, gradient_checkpointing, offload=activation_offload, pin=mesh.device.type == "cuda")
     backend = attention.choose_backend(attention_backend, mesh.device, dtype)

@@ -158,6 +158,7 @@ FIXED = {
     "actor__head_chunk_gib": 2.5,
     "actor__gradient_checkpointing": 1,
     "actor__activation_offload": False,
+    "actor__mlp_slices": 1,
     "actor__fsdp__reshard_after_forward": True,
     "actor__fsdp__offload_policy": False,
     "actor__fsdp__offload_during_rollout": False,
@@ -202,7 +203,7 @@ def test_the_engine_of_a_large_model_is_spread_over_ranks() -> None:
 def test_what_is_trained_changes_only_when_nothing_else_helps() -> None:
     """A cache of one sequence that is too long: shorter answers are the only way on one GPU."""
     config = config_of(data__max_response_length=130_560, data__train_batch_size=1)
-    best = advised(config, 12)
+    best = advised(config, 9)
     assert (best.key, best.kind) == ("data.max_response_length", OTHER_TRAINING)
 
 

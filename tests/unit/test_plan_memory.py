@@ -171,6 +171,7 @@ def settings(**changes: Any) -> Settings:
         head_chunk_bytes=600_000,
         gradient_checkpointing=1,
         activation_offload=False,
+        mlp_slices=1,
         reshard_after_forward=True,
         offload_policy=False,
         offload_during_rollout=False,
@@ -184,16 +185,20 @@ def moment(name: str, j: Job, s: Settings) -> dict[str, int]:
     return dict(peak.parts)
 
 
+def kept_by_a_block(**changes: Any) -> int:
+    return block_activations(job(**changes), settings())
+
+
 def test_block_activations_by_hand() -> None:
     """Two norms in and out 4 H, q and output 2 x 10, k and v 2 x 2, gate, up, product 3 x 30; sums 4 bytes a head."""
-    assert block_activations(job()) == 2 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
-    assert block_activations(job(compute_width=4)) == 4 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
+    assert kept_by_a_block() == 2 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
+    assert kept_by_a_block(compute_width=4) == 4 * (4 * 10 + 2 * 10 + 2 * 2 + 3 * 30) + 4 * 5
     # transformers' own norm keeps a float32 input and the normed value: 8 bytes an element; its MLP silu(gate)
-    assert block_activations(job(liger=False)) == 2 * 8 * 10 + 2 * (2 * 10 + 2 * 2 + 4 * 30) + 4 * 5
-    assert block_activations(job(varlen=False)) == 2 * (4 * 10 + (50 + 10) + 3 * 30) + 4 * 5  # 4 x 10, padded by 1.25
-    assert block_activations(job(sp=5)) == block_activations(job()) + 2 * 2 * (5 - 1) * 2  # heads repeated for sp
+    assert kept_by_a_block(liger=False) == 2 * 8 * 10 + 2 * (2 * 10 + 2 * 2 + 4 * 30) + 4 * 5
+    assert kept_by_a_block(varlen=False) == 2 * (4 * 10 + (50 + 10) + 3 * 30) + 4 * 5  # 4 x 10, padded by 1.25
+    assert kept_by_a_block(sp=5) == kept_by_a_block() + 2 * 2 * (5 - 1) * 2  # heads repeated for sp
     normed = replace(MODEL, normed_heads=True)
-    assert block_activations(job(model=normed)) == block_activations(job()) + 2 * (10 + 2)  # q and k before the norm
+    assert kept_by_a_block(model=normed) == kept_by_a_block() + 2 * (10 + 2)  # q and k before the norm
 
 
 @pytest.mark.parametrize(
@@ -202,7 +207,18 @@ def test_block_activations_by_hand() -> None:
 )
 def test_kept_activations(every: int, offload: bool, inputs: int, whole: int) -> None:
     kept = kept_activations(job(), settings(gradient_checkpointing=every, activation_offload=offload))
-    assert kept == 200 * (inputs * 10 * 2 + whole * block_activations(job()) + 2 * 2 * 10)
+    assert kept == 200 * (inputs * 10 * 2 + whole * block_activations(job(), settings()) + 2 * 2 * 10)
+
+
+def test_a_sliced_mlp_keeps_nothing_of_its_inside() -> None:
+    """4 slices of 50 tokens: gate, up and product of one slice, one gradient beside them, dW in float32."""
+    sliced = settings(mlp_slices=4)
+    assert block_activations(job(), sliced) == block_activations(job(), settings()) - 2 * 3 * 30
+    parts = moment("backward", job(), sliced)
+    recomputed = 200 * (block_activations(job(), sliced) - 2 * 10)
+    assert parts["a block's backward"] == recomputed + 2 * 2 * 10 * 200 + 50 * 2 * (30 + 3 * 30) + 4 * 3 * 10 * 30
+    kept = kept_activations(job(), settings(gradient_checkpointing=0, mlp_slices=4))
+    assert kept == 200 * (4 * block_activations(job(), sliced) + 2 * 2 * 10)
 
 
 def test_training_state_is_sharded_and_offloaded() -> None:
@@ -219,7 +235,7 @@ def test_training_state_is_sharded_and_offloaded() -> None:
 def test_backward_and_outer_by_hand() -> None:
     parts = moment("backward", job(), settings())
     assert parts["gathered weights"] == 2 * (20_010 + 3 * 1200)
-    assert parts["a block's backward"] == 200 * (block_activations(job()) - 2 * 10 + 2 * (30 + 2 * 10))
+    assert parts["a block's backward"] == 200 * (block_activations(job(), settings()) - 2 * 10 + 2 * (30 + 2 * 10))
     assert parts["gradients being reduced"] == 1200 * (2 + 4)
     assert parts["head's gradient"] == 2 * 1000 * 10
     plain = moment("backward", job(liger=False), settings(gradient_checkpointing=0))

@@ -73,6 +73,7 @@ def planned_and_held(folder: Path, world: int, vocab: int, rows: int, mesh: Mesh
         attention_backend="sdpa",
         trainable=True,
         gradient_checkpointing=actor.gradient_checkpointing or 0,
+        mlp_slices=actor.mlp_slices or 1,
         reshard_after_forward=bool(actor.fsdp.reshard_after_forward),
     )
     trainer = Actor(policy, None, config, 10)
@@ -103,6 +104,14 @@ def test_one_rank(
     folder = make_tiny_model(vocab_size=vocab, **SHAPE)
     options = {"gradient_checkpointing": every, "fsdp__reshard_after_forward": reshard}
     plan, held = planned_and_held(folder, 1, vocab, rows, mesh, **options)
+    assert plan.training.moment == moment
+    assert 0.98 <= plan.training.total / held <= 1.08, plan.training
+
+
+@pytest.mark.parametrize(("every", "moment"), [(0, "head"), (1, "backward")])
+def test_sliced_mlps(mesh: Mesh, make_tiny_model: Any, every: int, moment: str) -> None:
+    folder = make_tiny_model(vocab_size=2000, **SHAPE)
+    plan, held = planned_and_held(folder, 1, 2000, 256, mesh, gradient_checkpointing=every, mlp_slices=8)
     assert plan.training.moment == moment
     assert 0.98 <= plan.training.total / held <= 1.08, plan.training
 
