@@ -32,7 +32,7 @@ from lm_head_peers import FLOOR, Peer, all_peers, row_kernels
 from lm_head_records import Records, make_row
 from lm_head_report import render
 from lm_head_timing import GIB, Deadline, LostDevice, Result, measure, quantiles
-from run_summary import commit
+from run_summary import commit, slug
 
 SHAPES = ((896, 151936), (1536, 151936), (3584, 152064), (4096, 128256))
 MEMORY_ROWS = tuple(8192 << i for i in range(6))
@@ -89,12 +89,6 @@ def main(arguments: list[str]) -> int:
         os.execv(sys.executable, [sys.executable, __file__, *arguments, *again])
     print(render(out, args.readme))
     return 0
-
-
-def slug(gpu: str) -> str:
-    """h200 of "NVIDIA H200"."""
-    words = re.sub(r"[^a-z0-9]+", " ", gpu.lower()).split()
-    return "_".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 def run(args: argparse.Namespace, records: Records) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def main(run: Path, out: Path) -> None:
     steps = [row for row in rows if "timing_s/step" in row]
     record = {
         "config": (run / "config.yaml").read_text(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "device": device_name(),
         "versions": versions(),
         "commit": commit(),
         "steps": len(steps),
@@ -102,6 +103,16 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+
+
+def slug(gpu: str) -> str:
+    """h200 of "NVIDIA H200"."""
+    words = re.sub(r"[^a-z0-9]+", " ", gpu.lower()).split()
+    return "_".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 def commit() -> str:

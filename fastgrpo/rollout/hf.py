@@ -57,7 +57,11 @@ class HfEngine:
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=mesh.device)
         self._max_rows = config.rollout.max_num_seqs
         self._max_seconds = config.rollout.max_seconds
-        self.info = {"library": "transformers", "version": transformers.__version__, "dtype": str(dtype)}
+        self.info = {
+            "library": "transformers",
+            "version": transformers.__version__,
+            "dtype": engine_dtype(config, mesh.device.type),
+        }
         self._is_awake = False
         self._version: int | None = None
 

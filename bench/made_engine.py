@@ -1,0 +1,53 @@
+"""An engine that draws nothing: made answers of full length, at once. For timing the training phase alone.
+
+Its answers carry no logprobs, so the parity gate and the importance correction have nothing to look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoConfig
+
+from fastgrpo.config import RunConfig
+from fastgrpo.mesh import Mesh
+from fastgrpo.records import Request, Rollout, Sampling
+from fastgrpo.rollout.engine import WeightExport
+
+
+class MadeEngine:
+    def __init__(self, config: RunConfig, mesh: Mesh, model_dir: Path, end_ids: tuple[int, ...]) -> None:
+        self._vocab = AutoConfig.from_pretrained(model_dir).vocab_size
+        self._version = 0
+
+    @property
+    def info(self) -> Mapping[str, str]:
+        return {"library": "none: made answers"}
+
+    @contextmanager
+    def awake(self, export: WeightExport, version: int) -> Iterator[None]:
+        self._version = version
+        yield
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Request) -> Rollout:
+        ids = np.random.default_rng(request.seed).integers(0, self._vocab, request.max_tokens, dtype=np.int32)
+        return Rollout(
+            uid=request.uid,
+            sample=request.sample,
+            attempt=request.attempt,
+            prompt_ids=request.ids,
+            response_ids=ids,
+            response_mask=np.ones(ids.shape, np.bool_),
+            sampler_logprobs=None,
+            finish_reason="length",
+            weight_version=self._version,
+        )
+
+    def close(self) -> None:
+        pass

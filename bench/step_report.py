@@ -1,0 +1,80 @@
+"""The result file of bench_step.py, its table and its picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+COLORS = {"sync": "tab:purple", "gen": "tab:blue", "reward": "0.7", "old": "tab:olive", "ref": "tab:cyan"}
+COLORS |= {"update": "tab:red", "gate": "0.5", "rest": "0.85"}
+
+
+class Rows:
+    """A JSON object {"rows": [...]}, a row for each value of `key`, rewritten whole at every change. `common` goes into
+    every row that is put there."""
+
+    def __init__(self, path: Path, common: dict[str, Any], key: tuple[str, ...] = ("impl", "workload")) -> None:
+        self._path, self._common, self._key = path, common, key
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def put(self, row: dict[str, Any]) -> None:
+        """Adds `row`, in the place of one of the same key."""
+        kept = json.loads(self._path.read_text())["rows"] if self._path.exists() else []
+        rows = [old for old in kept if any(old[k] != row[k] for k in self._key)] + [row | self._common]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        partial.replace(self._path)
+
+
+def render(path: Path) -> str:
+    """Draws the picture beside `path`; the table as Markdown."""
+    rows = json.loads(path.read_text())["rows"]
+    draw(rows, path.with_suffix(".png"))
+    head = ["", "workload", "step", "phases", "train peak", "rollout peak", "MFU"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in row["phases"].items() if seconds >= 0.005)
+        lines.append(
+            [
+                row["impl"] if row["masters"] is None else f"{row['impl']} ({row['masters']} masters)",
+                row["workload"],
+                shown(row["step_s_p50"], "{:.2f} s") or f"not measured: {row['error']}",
+                phases,
+                shown(row["train_peak_gib"], "{:.1f} GiB"),
+                shown(row["rollout_peak_gib"], "{:.1f} GiB"),
+                shown(row["mfu"] and 100 * row["mfu"], "{:.0f} %"),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def shown(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A bar a row, cut into its phases."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = [row for row in rows if row["step_s_p50"] is not None]
+    figure = Figure(figsize=(9, 1.2 + 0.6 * max(1, len(measured))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    labels = [f"{row['impl']}\n{row['workload']}" for row in measured]
+    for y, row in enumerate(measured):
+        left = 0.0
+        rest = max(0.0, row["step_s_p50"] - sum(row["phases"].values()))
+        for name, seconds in [*row["phases"].items(), ("rest", rest)]:
+            axes.barh(y, seconds, left=left, color=COLORS.get(name, "tab:gray"), label=name)
+            left += seconds
+        axes.text(left, y, f" {row['step_s_p50']:.2f} s", va="center")
+    axes.set_yticks(range(len(measured)), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds a step, median")
+    handles, names = axes.get_legend_handles_labels()
+    unique = dict(zip(names, handles, strict=True))
+    if unique:
+        axes.legend(unique.values(), unique.keys(), fontsize=7, loc="lower right")
+    figure.savefig(path, dpi=130)
