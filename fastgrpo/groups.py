@@ -103,7 +103,7 @@ def _counted(
     counted_N = ~scores_N.isnan()
     metrics: dict[str, float] = {}
     if config.algorithm.overlong_filtering:
-        truncated_N = torch.tensor([sample.rollout.finish_reason == "length" for sample in samples])
+        truncated_N = torch.tensor([sample.rollout.truncated for sample in samples])
         metrics["response_length/filtered"] = (truncated_N & counted_N).double().mean().item()
         counted_N = counted_N & ~truncated_N
     if terms.kept_N is not None:
