@@ -136,7 +136,7 @@ def run_shape(
                 pending,
                 inputs,
                 exact,
-                repeats=3 if args.quick else 10,
+                repeats=3 if args.quick else 9,
                 seconds_each=15 if args.quick else 90,
                 deadline=deadline,
             )

@@ -80,6 +80,48 @@ def ours_ce(inputs: Inputs) -> Run:
     return training_pass(inputs, forward)
 
 
+# ---- the kernel of the rows form
+
+
+def _block_of_logits(inputs: Inputs) -> Tensor:
+    from fastgrpo_kernels._sweep import SUB_ROWS, empty_rows
+
+    hidden_TH, weight_VH = inputs.hidden_TH.detach()[:SUB_ROWS], inputs.weight_VH.detach()
+    logits_CV = empty_rows(len(hidden_TH), len(weight_VH), torch.float32, hidden_TH.device)
+    return torch.mm(hidden_TH, weight_VH.t(), out_dtype=torch.float32, out=logits_CV)
+
+
+def row_kernel(inputs: Inputs, *, gradient: bool) -> Run:
+    """Statistics of one block's logits: 4 bytes read for a logit; with `gradient` also D: 2 written."""
+    from fastgrpo_kernels._exp_rows import RowStats, exp_rows
+
+    logits_CV = _block_of_logits(inputs)
+    rows, vocab = logits_CV.shape
+    stats = RowStats(*torch.empty(len(RowStats._fields), rows, device=logits_CV.device))
+    slope_C, target_C = torch.ones(rows, device=logits_CV.device), inputs.target_T[:rows]
+    exp_CV = torch.empty(rows, logits_CV.stride(0), dtype=inputs.weight_VH.dtype, device=logits_CV.device)
+    exp_CV = exp_CV[:, : vocab if gradient else 0]
+
+    def run() -> Outputs:
+        exp_rows(logits_CV, target_C, slope_C, stats, exp_CV)
+        return Outputs()
+
+    return run
+
+
+def copy_of_row_bytes(inputs: Inputs) -> Run:
+    """As many bytes as the statistics and D take, half of them read and half written."""
+    logits_CV = _block_of_logits(inputs)
+    source = torch.empty(logits_CV.numel() * 3, dtype=torch.uint8, device=logits_CV.device).random_()
+    target = torch.empty_like(source)
+
+    def run() -> Outputs:
+        target.copy_(source)
+        return Outputs()
+
+    return run
+
+
 # ---- bare products
 
 

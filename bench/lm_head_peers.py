@@ -16,19 +16,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgrpo_kernels import linear_logprob
 from lm_head_data import CLIP, KL_COEF, Inputs, grpo_objective
 from lm_head_exact import Outputs
 from lm_head_own import (
     Run,
     compiled_nograd,
     compiled_train,
+    copy_of_row_bytes,
     naive_nograd,
     naive_train,
     ours_ce,
     ours_nograd,
     ours_train,
     products,
+    row_kernel,
     training_pass,
 )
 
@@ -50,12 +51,11 @@ class Peer:
 
 def all_peers() -> list[Peer]:
     """In the order of the table; the first ones are what a run that is cut short should still have."""
-    references = []
-    if "impl" in inspect.signature(linear_logprob).parameters:
-        references = [
-            Peer("fastgrpo, reference form", "nograd", functools.partial(ours_nograd, impl="reference")),
-            Peer("fastgrpo, reference form", "train", functools.partial(ours_train, impl="reference")),
-        ]
+    others = [
+        Peer(f"fastgrpo, {impl} form", op, functools.partial(make, impl=impl))
+        for impl in ("rows", "reference")
+        for op, make in (("nograd", ours_nograd), ("train", ours_train))
+    ]
     return [
         Peer(FLOOR, "nograd", functools.partial(products, backward=False, whole=True, out_dtype=torch.bfloat16)),
         Peer(FLOOR, "train", functools.partial(products, backward=True, whole=True, out_dtype=torch.bfloat16)),
@@ -77,13 +77,17 @@ def all_peers() -> list[Peer]:
         Peer("Liger fused linear GRPO, TF32", "train", functools.partial(_liger_grpo, tf32=True)),
         Peer("torch, whole logits", "nograd", naive_nograd),
         Peer("torch, whole logits", "train", naive_train),
-        *references,
+        *others,
     ]
 
 
 def row_kernels() -> list[Peer]:
-    """The row kernels alone, without the products. None has a public launcher yet."""
-    return []
+    """The kernel of the rows form alone, on one block of stored logits, and a copy of as many bytes."""
+    return [
+        Peer("row kernel, statistics", "row", functools.partial(row_kernel, gradient=False)),
+        Peer("row kernel, statistics and D", "row", functools.partial(row_kernel, gradient=True)),
+        Peer("copy of the bytes of both", "row", copy_of_row_bytes),
+    ]
 
 
 def _product_peers() -> list[Peer]:

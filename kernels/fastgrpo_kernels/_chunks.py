@@ -183,11 +183,11 @@ class HeadGradients:
             if scale_C is None:
                 self._hidden_NH[rows] = torch.mm(factor_CV, weight_VH)
             else:
-                torch.mul(product(factor_CV, weight_VH), scale_C.unsqueeze(1), out=self._hidden_NH[rows])
+                scaled(product(factor_CV, weight_VH), scale_C, hidden_CH.dtype, out=self._hidden_NH[rows])
         if self._weight_VH is None:
             return
         if scale_C is not None:
-            hidden_CH = torch.mul(hidden_CH, scale_C.unsqueeze(1), out=torch.empty_like(hidden_CH))
+            hidden_CH = scaled(hidden_CH, scale_C, hidden_CH.dtype)
         self._add_weight(factor_CV.t(), operand(hidden_CH))
 
     def _add_weight(self, factor_VC: Tensor, hidden_CH: Tensor) -> None:
@@ -208,11 +208,19 @@ class HeadGradients:
         return self._hidden_NH, weight_VH, self._bias_V
 
 
-def scaled(gradient: Tensor | None, factor: Tensor | float, dtype: torch.dtype) -> Tensor | None:
-    """A new tensor of `dtype`, in one pass over memory: the product and the cast of a fused op's backward."""
-    if gradient is None:
+def scaled(x: Tensor | None, factor: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
+    """x * factor in `dtype`, rounded once. factor: one number, or [C] for the rows of x [C, K]."""
+    if x is None:
         return None
-    return torch.mul(gradient, factor, out=torch.empty(gradient.shape, dtype=dtype, device=gradient.device))
+    out = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
+    by_triton = (
+        x.is_cuda and x.dtype != torch.float64 and x.stride(-1) == 1 and (factor.dim() == 1 or x.is_contiguous())
+    )
+    if by_triton:
+        from fastgrpo_kernels._scale import scale
+
+        return scale(x, factor, out)
+    return torch.mul(x, factor.unsqueeze(1) if factor.dim() else factor, out=out)
 
 
 def _weighted_sum(scale_C: Tensor, x_CV: Tensor) -> Tensor:
@@ -282,8 +290,8 @@ def check_head(
 
 
 def row_vector(name: str, x: Tensor, hidden_NH: Tensor) -> Tensor:
-    """A per-row constant, detached, contiguous, in the dtype of the computation; ValueError for another shape, kind or
-    device."""
+    """A per-row constant, detached and contiguous, in the dtype of the computation; ValueError for another shape, kind
+    or device."""
     if x.shape != hidden_NH.shape[:1] or not x.dtype.is_floating_point or x.device != hidden_NH.device:
         raise ValueError(
             f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, one value for "

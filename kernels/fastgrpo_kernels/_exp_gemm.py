@@ -6,7 +6,7 @@ store and the read of fp32 logits that this saves cost more than cuBLAS gains ov
 
     target_logits     k: the target's own logit, from a product of single rows          1 program a row
     exp_gemm          x W^T -> per tile: sums about k, D = exp(l - k)                   persistent, TMA
-    merge             sums of the tiles -> logprob, entropy, sum, shift                 1 program for 32 rows
+    merge             sums of the tiles -> logprob, entropy, sum, shift                 1 program for 8 rows
     settle            D_y = -S; rows whose tiles were summed about another shift        1 program a row
 
 A tile whose largest logit is more than LARGEST above k is summed about that logit instead; `settle` brings such rows
@@ -41,7 +41,8 @@ class GemmConfig(NamedTuple):
 
 GEMM = GemmConfig(rows=128, columns=256, depth=64, group=16, num_warps=8, num_stages=3, flatten=True)
 NOTHING = tl.constexpr(-1e30)  # for a logit that does not count: its exponential is 0, and 0 times it is 0
-_MERGE_ROWS, _MERGE_TILES = 32, 32
+_MERGE_ROWS, _MERGE_TILES = 8, 128
+_SETTLE_BLOCK = 4096
 
 
 class Partials(NamedTuple):
@@ -306,6 +307,7 @@ def settle_kernel(
     vocab,
     HAS_SOFTCAP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     exp_ptr += row * exp_stride
@@ -313,13 +315,13 @@ def settle_kernel(
     target_logit = tl.load(target_logit_ptr + row)
     shift = tl.load(shift_ptr + row)
     if shift != target_logit:
-        tile_shift_ptr += row
-        for tile in range(tiles):
-            factor = tl.exp2((tl.load(tile_shift_ptr) - shift) * LOG2E)
-            tile_shift_ptr += tile_stride
-            columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-            exp = tl.load(exp_ptr + columns, mask=columns < vocab, other=0.0).to(tl.float32)
-            tl.store(exp_ptr + columns, (exp * factor).to(exp_ptr.dtype.element_ty), mask=columns < vocab)
+        for start in range(0, vocab, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < vocab
+            tile_shift = tl.load(tile_shift_ptr + row + (columns // COLUMNS).to(tl.int64) * tile_stride, mask=inside)
+            exp = tl.load(exp_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            exp *= tl.exp2((tile_shift - shift) * LOG2E)
+            tl.store(exp_ptr + columns, exp.to(exp_ptr.dtype.element_ty), mask=inside)
         tl.debug_barrier()
     derivative = 1.0
     if HAS_SOFTCAP:
@@ -430,6 +432,7 @@ def exp_gemm(
             vocab,
             HAS_SOFTCAP=softcap_inverse != 0,
             COLUMNS=config.columns // 2,
+            BLOCK=_SETTLE_BLOCK,
             num_warps=4,
         )
 

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastgrpo_kernels import POLICY_LOSSES, _exp_gemm, _exp_rows, _grpo_rows
+from fastgrpo_kernels import POLICY_LOSSES, _exp_gemm, _exp_rows, _grpo_rows, _scale
 
 POINTERS = {"target_ptr": "*i64", "flags_ptr": "*u8"}
 LOSS_NUMBERS = {"clip_low", "clip_high", "clip_c", "importance_max", "kl_coef", "entropy_coef", "tau_pos", "tau_neg"}
@@ -42,6 +42,7 @@ def rows_form(arch: int):
         flags = {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap, **sweep}
         for kernel in (_exp_rows.exp_rows_kernel, _exp_rows.entropy_gradients_kernel):
             yield compile_one(kernel, flags, arch, operand, num_warps=_exp_rows.SWEEP.num_warps)
+    yield compile_one(_scale.scale_kernel, {"PER_ROW": True, "BLOCK": _scale._BLOCK}, arch, num_warps=8)
     for policy in range(len(POLICY_LOSSES)):
         flags = dict.fromkeys(("HAS_OLD", "HAS_REF", "HAS_SAMPLER", "HAS_ENTROPY", "STRAIGHT"), policy != 1)
         flags |= {"HAS_IMPORTANCE": policy == 1, "POLICY": policy, "KL_FORM": policy, "BLOCK": _grpo_rows._BLOCK}
@@ -66,7 +67,9 @@ def epilogue_form(arch: int):
         )
         if store:
             yield compile_one(_exp_gemm.target_logits_kernel, {**flags, "BLOCK": 1024}, arch)
-            yield compile_one(_exp_gemm.settle_kernel, {"HAS_SOFTCAP": softcap, "COLUMNS": gemm.columns // 2}, arch)
+            yield compile_one(
+                _exp_gemm.settle_kernel, {"HAS_SOFTCAP": softcap, "COLUMNS": gemm.columns // 2, "BLOCK": 4096}, arch
+            )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from fastgrpo_kernels import (
     GrpoSettings,
     _exp_gemm,
     _grpo_rows,
+    _scale,
     _sweep,
     grpo_token_terms,
     linear_grpo_loss,
@@ -221,6 +222,16 @@ def test_token_terms_equal_the_torch_form(policy_loss, kl_type):
         for name in out._fields:
             got, expected = getattr(out, name), getattr(want, name)
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7, equal_nan=True, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5000), (5, 8), (0, 8)])
+def test_scale(shape, monkeypatch):
+    monkeypatch.setattr(_scale, "_BLOCK", 1024)
+    wide = torch.randn(shape[0], shape[1] + 3)
+    x, factor = wide[:, : shape[1]], torch.randn(shape[0])
+    assert torch.equal(_scale.scale(x, factor, torch.empty(shape)), x * factor[:, None])
+    x = x.contiguous()
+    assert torch.equal(_scale.scale(x, torch.tensor(-0.25), torch.empty(shape)), -0.25 * x)
 
 
 def test_forms_need_a_gpu_or_the_interpreter(monkeypatch):

@@ -17,7 +17,7 @@ from bench_lm_head import fitting_rows, main, needed_bytes, parse, prepare, slug
 from lm_head_data import CLIP, KL_COEF, OBJECTIVES, Inputs, make_hidden, make_weight
 from lm_head_exact import Outputs, errors, lse_of_all
 from lm_head_own import _row_gradient, _row_stats, naive_train, ours_ce, ours_nograd, ours_train, products
-from lm_head_peers import FLOOR, Peer, all_peers
+from lm_head_peers import FLOOR, Peer, all_peers, row_kernels
 from lm_head_timing import Deadline, LostDevice, OutOfTime, Result, measure, quantiles, time_limit
 
 T, H, V = 80, 48, 517
@@ -273,9 +273,12 @@ def test_a_dead_context_is_told_apart(fake_cuda, prepared, monkeypatch):
 
 
 def test_slow_ones_sit_out_and_a_deadline_leaves_out(fake_cuda, prepared):
-    slow = Result(Peer("slow", "train", ours_train), run=Outputs, milliseconds=[250.0, 250.0, 250.0])
-    assert slow.wants_round(2) and not slow.wants_round(3)
-    assert replace(slow, milliseconds=[150.0, 150.0, 250.0]).wants_round(3)
+    slow = Result(Peer("slow", "train", ours_train), run=Outputs, slow=True)
+    assert [slow.calls_wanted(9), slow.calls_wanted(1)] == [1, 1]
+    slow.milliseconds += [250.0] * 3
+    assert slow.calls_wanted(9) == 0
+    quick = Result(Peer("quick", "train", ours_train), run=Outputs, milliseconds=[2.0] * 3)
+    assert [quick.calls_wanted(n) for n in (9, 4, 3)] == [3, 1, 0]
     (late,) = measure([slow.peer], *prepared, repeats=1, seconds_each=5, deadline=Deadline.after(-1))
     assert late.error == "left out: the run's time was spent" and late.milliseconds == []
 
@@ -332,11 +335,13 @@ def test_whole_run_on_stand_ins(fake_cuda, tmp_path, monkeypatch, capsys):
     assert main(command) == 0
     content = json.loads(out.read_text())
     rows = {(row["op"], row["impl"], row["T"]): row for row in content["rows"]}
-    assert len(rows) == len(content["rows"]) == len(all_peers()) + 2 * 2
-    assert {(op, impl) for op, impl, _ in rows if op != "memory"} == {(peer.op, peer.name) for peer in all_peers()}
+    assert len(rows) == len(content["rows"]) == len(all_peers()) + len(row_kernels()) + 2 * 2
+    assert {(op, impl) for op, impl, _ in rows if op != "memory"} == {
+        (peer.op, peer.name) for peer in all_peers() + row_kernels()
+    }
     for op in ("nograd", "train"):
         ours, floor = rows[op, "fastgrpo", T], rows[op, FLOOR, T]
-        assert ours["error"] is None and ours["repeats"] == 10 and ours["commit"] == "abc1234"
+        assert ours["error"] is None and ours["repeats"] == 9 and ours["commit"] == "abc1234"
         assert ours["ms_p20"] <= ours["ms_p50"] <= ours["ms_p80"]
         assert ours["gemm_floor_ms"] == floor["ms_p50"] == floor["gemm_floor_ms"] > 0
         assert ours["max_abs_logp_err"] < 1e-4 and ours["versions"]["torch"] == torch.__version__
