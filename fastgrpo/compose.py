@@ -1,4 +1,7 @@
-"""The user's words -> RunConfig: base.yaml, an experiment and the overrides of the command line, composed by hydra.
+"""The user's words -> RunConfig: what the command line and the files say, composed by hydra, each over the ones before.
+
+    base.yaml < an experiment (a file of the user's: the preset and the experiment it names, then itself)
+              < algorithm=NAME, a preset of configs/algorithm < key=value
 
 The only module that imports hydra. Its compose API makes no folders and no log; keys are compared with the schema, so
 that every mistake gets our message. No torch.
@@ -36,8 +39,13 @@ def read_config(argv: Sequence[str]) -> RunConfig:
     names = [override.value() for override in overrides if override.key_or_group == "exp"]
     if not names:
         raise ConfigError(f"no experiment given: add +exp=NAME\n{list_experiments()}")
+    presets = [str(o.value()) for o in overrides if _is_preset(o.key_or_group, o.value())]
+    rest = [o for o in overrides if o.key_or_group != "exp" and not _is_preset(o.key_or_group, o.value())]
     try:
-        document = _compose(_experiment(str(names[-1])), [o for o in overrides if o.key_or_group != "exp"])
+        experiment = _experiment(str(names[-1]))
+        if presets:
+            experiment = _over(experiment, _preset(presets[-1], f"algorithm={presets[-1]}"), "with_preset")
+        document = _compose(experiment, rest)
     except MALFORMED as error:
         raise ConfigError(f"the configuration cannot be composed: {_in_one_line(error)}") from error
     return build(document)
@@ -48,6 +56,13 @@ def list_experiments() -> str:
     files = sorted((config_dir() / "exp").glob("*.yaml"))
     width = max((len(file.stem) for file in files), default=0)
     return "\n".join(["experiments:", *(f"  {file.stem:<{width}}  {_headline(file)}" for file in files)])
+
+
+def list_presets() -> str:
+    """A line an algorithm preset: its name and paper."""
+    files = sorted((config_dir() / "algorithm").glob("*.yaml"))
+    width = max((len(file.stem) for file in files), default=0)
+    return "\n".join(["algorithms:", *(f"  {file.stem:<{width}}  {_headline(file)}" for file in files)])
 
 
 def _headline(file: Path) -> str:
@@ -99,9 +114,34 @@ def _experiment(name: str) -> str:
     base = document.pop("exp", None)
     if base is not None and base not in shipped:
         raise ConfigError(f"+exp={name}: there is no experiment {base}, which it builds on\n{list_experiments()}")
-    document["defaults"] = [*([base] if base else document.get("defaults", [])), "_self_"]
-    ConfigStore.instance().store(group="exp", name="own_file", node=document, package="_global_")
-    return "own_file"
+    if _is_preset("algorithm", document.get("algorithm")):
+        preset = document.pop("algorithm")
+        base = _over(base, _preset(preset, f"+exp={name}: algorithm: {preset}"), "preset_of_file")
+    return _over(base, document, "own_file")
+
+
+def _is_preset(key: str, value: object) -> bool:
+    """`algorithm` is a section of options and, given one word, the preset of that name."""
+    return key == "algorithm" and isinstance(value, str)
+
+
+def _preset(name: str, said: str) -> dict[str, Any]:
+    files = {file.stem: file for file in (config_dir() / "algorithm").glob("*.yaml")}
+    if name not in files:
+        near = get_close_matches(name, files, n=1)
+        hint = f"; did you mean algorithm={near[0]}?" if near else ""
+        raise ConfigError(f"{said}: there is no preset of that name{hint}\n{list_presets()}")
+    document = OmegaConf.to_container(OmegaConf.load(files[name]))
+    assert isinstance(document, dict)
+    return {str(key): value for key, value in document.items()}
+
+
+def _over(base: str | None, document: dict[Any, Any], name: str) -> str:
+    """`document` on top of the experiment `base`, made known to hydra under `name`."""
+    defaults = [base] if base else document.get("defaults", [])
+    node = document | {"defaults": [*defaults, "_self_"]}
+    ConfigStore.instance().store(group="exp", name=name, node=node, package="_global_")
+    return name
 
 
 def _compose(experiment: str, overrides: Sequence[Override]) -> dict[str, Any]:

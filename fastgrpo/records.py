@@ -43,7 +43,7 @@ class Request:
 
     uid: str
     sample: int  # 0 <= sample < G
-    attempt: int  # 0, or more when a group was refilled
+    attempt: int  # 0, or the later round of dynamic sampling that drew it
     ids: tuple[int, ...]
     seed: int  # 0 <= seed < 2**63
     max_tokens: int

@@ -24,6 +24,7 @@ from fastgrpo.batch.mini_batches import MiniBatch, Share
 from fastgrpo.batch.packing import attention_cost
 from fastgrpo.checkpoint import Identity, identify
 from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, needs_reference, total_steps
+from fastgrpo.data.order import PromptOrder
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
 from fastgrpo.gpu import settle_memory
@@ -61,6 +62,7 @@ class Stages:
     identity: Identity
     flops: ModelFlops
     peak_flops: float | None  # of this rank's device; None: unknown
+    order: PromptOrder  # where the run is in its data
     kl_controller: KlController  # of the KL in the reward
 
     def peak_seconds(self, mini_batches: Sequence[MiniBatch], passes: int) -> float | None:
@@ -150,6 +152,7 @@ def build_stages(
             config.trainer.peak_tflops,
             compute_dtype(config.actor.dtype, device_type),
         ),
+        order=PromptOrder(train, config.data.gen_batch_size or layout.prompts_per_step, seed, config.data.shuffle),
         kl_controller=_kl_controller(config),
     )
 

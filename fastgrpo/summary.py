@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -30,6 +31,7 @@ def make_record(
     update: UpdateResult,
     clock: Clock,
     config: RunConfig,
+    more: Mapping[str, float] = MappingProxyType({}),
 ) -> StepRecord:
     timings = clock.finish()
     loss = loss_metrics(sums)
@@ -37,6 +39,7 @@ def make_record(
         reward_metrics(samples, groups)
         | length_metrics([sample.rollout for sample in samples])
         | dict(groups.metrics)
+        | dict(more)
         | loss
         | {
             "actor/grad_norm": ratio(sum(update.grad_norms), len(update.grad_norms)),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from fastgrpo import console, launch
-from fastgrpo.compose import list_experiments, read_config
+from fastgrpo.compose import list_experiments, list_presets, read_config
 from fastgrpo.config import RunConfig, check
 from fastgrpo.errors import UserError
 from fastgrpo.paths import check_run_dir
@@ -22,6 +22,7 @@ INTERRUPTED = 130
 USAGE = """usage: torchrun -m fastgrpo.train +exp=NAME [key=value ...]
 
 +exp also takes a YAML file of your own, which may build on an experiment (exp: NAME at its top).
+algorithm=NAME (algorithm: NAME in a file) sets an algorithm's options to what its paper says.
 torchrun is optional: the command starts as many processes as trainer.n_gpus_per_node says."""
 
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        console.say(f"{USAGE}\n\n{list_experiments()}")
+        console.say(f"{USAGE}\n\n{list_experiments()}\n\n{list_presets()}")
         return 0
     config = read_config(argv)
     start = launch.plan(config, os.environ)

@@ -3,6 +3,7 @@
     1 prompts     every rank takes the same slice of the global order
     2 rollout     the engine wakes with the policy's weights, draws, sleeps
     3 reward      in worker processes; then every rank holds every rollout and its score
+                  (1 to 3 again, with dynamic sampling, until the step is full of groups whose rewards differ)
     4 advantage   from scores and penalties, within each prompt's group; what does not count is left out
     5 pack, 6 weights   each rank cuts the same plan and takes its share
     7 old, ref    logprobs under the weights of the rollout and the reference, where something needs them
@@ -17,21 +18,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_scoring_batches
 from fastgrpo.checkpoint import Stateful, save_model
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
-from fastgrpo.data.order import step_prompts
 from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
 from fastgrpo.gate import check_gap
 from fastgrpo.groups import Groups, make_groups
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.sequences import needs_terms, sequence_terms
-from fastgrpo.records import Prompt, Rollout, StepRecord
+from fastgrpo.records import Prompt, Rollout, Sample, StepRecord
 from fastgrpo.report import Report
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
+from fastgrpo.rollout.refill import fill_step
 from fastgrpo.session import Session, due
 from fastgrpo.stages import build_stages
 from fastgrpo.stopping import Stopper
@@ -58,6 +60,7 @@ class Trainer:
         self.stateful: dict[str, Stateful] = {  # what a checkpoint keeps besides tensors, by name
             "trainer": self,
             "actor": self.stages.actor,
+            "order": self.stages.order,
             "kl_controller": self.stages.kl_controller,
         }
         self.steps_done = 0
@@ -87,12 +90,8 @@ class Trainer:
         """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""
         s, config, step = self.stages, self.config, self.steps_done
         clock = Clock(s.mesh.device, s.engine_bytes)
-        prompts = step_prompts(s.train, step, config.data.train_batch_size, config.trainer.seed, config.data.shuffle)
-        own = self._draw(prompts, clock)
-        self.stopper.check()  # what was drawn is drawn again after the resume
-        with clock("reward"):
-            samples = share_samples(score_own(s.rewards, own, prompts, s.tokenizer, s.mesh, step=step), s.mesh)
-            rollouts = [sample.rollout for sample in samples]
+        filled = fill_step(partial(self._draw, clock), config)
+        samples, rollouts = filled.samples, [sample.rollout for sample in filled.samples]
         scoring = build_scoring_batches(rollouts, s.share) if step == 0 or needs_terms(config) else ()
         if step == 0:
             with clock("gate"):  # before any update: every response token, trained or not
@@ -113,8 +112,8 @@ class Trainer:
         clock.note_work("update", s.peak_seconds(mini_batches, config.actor.ppo_epochs))
         self._watch_gap(reduced)
         self.steps_done += 1
-        self._rows = answer_rows(samples, prompts)
-        return make_record(self.steps_done, samples, groups, reduced, update, clock, config)
+        self._rows = answer_rows(samples, filled.prompts)
+        return make_record(self.steps_done, samples, groups, reduced, update, clock, config, filled.metrics)
 
     def validate(self, report: Report | None = None) -> Validation:
         """The held-out score of the weights as they are."""
@@ -150,15 +149,17 @@ class Trainer:
             log.warning(drift)
             self._drift_said = True
 
-    def _draw(self, prompts: Sequence[Prompt], clock: Clock) -> list[Rollout]:
-        """This rank's engine's share of the step's samples."""
-        s, config = self.stages, self.config
+    def _draw(self, clock: Clock, attempt: int) -> tuple[list[Prompt], list[Sample]]:
+        """The next prompts, and the scored samples of all ranks."""
+        s, config, step = self.stages, self.config, self.steps_done
+        prompts = s.order.take()
         requests = make_requests(
             prompts,
             config.rollout.n,
             run_seed=config.trainer.seed,
-            step=self.steps_done,
+            step=step,
             max_tokens=config.data.max_response_length,
+            attempt=attempt,
         )
         with ExitStack() as awake:
             with clock("sync"):
@@ -167,7 +168,10 @@ class Trainer:
                 own = draw_own(s.engine, requests, config.rollout.n, s.sampling, s.mesh)
             clock.note_rollout_memory()
         s.actor.take_back()
-        return own
+        self.stopper.check()  # what was drawn is drawn again after the resume
+        with clock("reward"):
+            own_samples = score_own(s.rewards, own, prompts, s.tokenizer, s.mesh, step=step)
+            return prompts, share_samples(own_samples, s.mesh)
 
     def _mini_batches(self, rollouts: Sequence[Rollout], groups: Groups) -> list[MiniBatch]:
         actor, layout = self.config.actor, self.stages.layout

@@ -29,6 +29,31 @@ def gdpo_has_two_functions(c: RunConfig, layout: Layout) -> Iterator[str]:
         )
 
 
+def filter_groups_can_fill_a_step(c: RunConfig, layout: Layout) -> Iterator[str]:
+    filtering, size = c.algorithm.filter_groups, c.data.gen_batch_size
+    if not filtering.enable:
+        if size is not None:
+            yield f"data.gen_batch_size={size} is read only with algorithm.filter_groups.enable=true; set that, or null"
+        return
+    if c.rollout.n == 1:
+        yield "algorithm.filter_groups.enable=true keeps groups whose rewards differ; set rollout.n=2 or more, or false"
+    rounds, batch = filtering.max_num_gen_batches, c.data.train_batch_size
+    if size is not None and size * rounds < batch:
+        yield (
+            f"data.gen_batch_size={size} prompts x algorithm.filter_groups.max_num_gen_batches={rounds} cannot fill a "
+            f"step of data.train_batch_size={batch}; set data.gen_batch_size={-(-batch // rounds)} or more"
+        )
+
+
+def filter_metric_is_a_function(c: RunConfig, layout: Layout) -> Iterator[str]:
+    metric, labels = c.algorithm.filter_groups.metric, list(c.reward.functions)
+    if metric is not None and labels and metric not in labels:
+        yield (
+            f"algorithm.filter_groups.metric={metric} is none of reward.functions: {', '.join(labels)}; set one of "
+            "them, or null for the whole reward"
+        )
+
+
 def scale_factor_is_read(c: RunConfig, layout: Layout) -> Iterator[str]:
     if c.actor.loss_scale_factor is not None and c.actor.loss_agg_mode != "seq-mean-token-sum-norm":
         yield (

@@ -94,7 +94,7 @@ VERL = {
     "algorithm.gdpo_reward_weights": "reward.functions.NAME.weight",
     "algorithm.rollout_correction.rollout_is_batch_normalize": "nothing: weights are bounded, not rescaled",
     "algorithm.rollout_correction.loss_type": "actor.policy_loss (reinforce, or any other)",
-    "algorithm.filter_groups.": "nothing: groups are not refilled",
+    "algorithm.filter_groups.max_inflight_gen_batches": "nothing: rounds come one after the other",
     "reward.custom_reward_function.path": _REWARD_PATH,
     "reward.custom_reward_function.name": _REWARD_NAME,
     "reward.reward_manager.": _FUNCTIONS,

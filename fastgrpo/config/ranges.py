@@ -10,6 +10,8 @@ from fastgrpo.config.schema import RunConfig
 
 AT_LEAST_1 = (
     "data.train_batch_size",
+    "data.gen_batch_size",
+    "algorithm.filter_groups.max_num_gen_batches",
     "data.max_prompt_length",
     "data.max_response_length",
     "data.arithmetic.operands",

@@ -13,6 +13,8 @@ from operator import attrgetter
 from fastgrpo.config.algorithm_rules import (
     adaptive_kl_starts_above_0,
     correction_has_logprobs,
+    filter_groups_can_fill_a_step,
+    filter_metric_is_a_function,
     gdpo_has_two_functions,
     group_has_two_samples,
     importance_bounds_fit,
@@ -153,6 +155,8 @@ RULES: tuple[Rule, ...] = (
     group_has_two_samples,
     every_rank_gets_a_sequence,
     gdpo_has_two_functions,
+    filter_groups_can_fill_a_step,
+    filter_metric_is_a_function,
     scale_factor_is_read,
     one_kl_term,
     kl_ctrl_is_read,

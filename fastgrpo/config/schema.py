@@ -88,6 +88,7 @@ class DataConfig:
     prompt_suffix: str = ""  # appended to the last user message
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. {enable_thinking: false}
     train_batch_size: int = 128  # prompts a step, over all ranks
+    gen_batch_size: int | None = None  # prompts a round of algorithm.filter_groups; default train_batch_size
     max_prompt_length: int = 512  # tokens after the chat template
     max_response_length: int = 1024  # tokens
     filter_overlong_prompts: bool = True  # drop (and count) prompts above max_prompt_length
@@ -212,12 +213,22 @@ class KlCtrlConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO): groups without signal are replaced by those of further prompts."""
+
+    enable: bool = False
+    metric: str | None = None  # label of the reward function that must differ in a group; default: the whole reward
+    max_num_gen_batches: int = 10  # rounds a step; after the last one, groups without signal fill the step
+
+
+@dataclass(kw_only=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: AdvEstimator = AdvEstimator["grpo"]
     norm_adv_by_std_in_grpo: bool = True  # divide by the group's deviation; grpo, grpo_passk, gdpo
     use_kl_in_reward: bool = False  # reward -= coefficient * KL to the reference, summed over the response
     kl_penalty: KlType = KlType["kl"]  # estimate of that KL
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     overlong_filtering: bool = False  # leave responses that hit data.max_response_length out of loss and counts
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 

@@ -22,12 +22,15 @@ from fastgrpo.reward import Rewards
 from fastgrpo.rollout.engine import RolloutEngine, sample_seed
 
 
-def make_requests(prompts: Sequence[Prompt], n: int, *, run_seed: int, step: int, max_tokens: int) -> list[Request]:
-    """n requests a prompt, prompt by prompt."""
+def make_requests(
+    prompts: Sequence[Prompt], n: int, *, run_seed: int, step: int, max_tokens: int, attempt: int = 0
+) -> list[Request]:
+    """n requests a prompt, prompt by prompt. `attempt`: round of dynamic sampling within the step."""
     return [
-        Request(prompt.uid, sample, 0, prompt.ids, sample_seed(run_seed, step, 0, prompt.uid, sample), max_tokens)
+        Request(prompt.uid, sample, attempt, prompt.ids, seed, max_tokens)
         for prompt in prompts
         for sample in range(n)
+        for seed in [sample_seed(run_seed, step, attempt, prompt.uid, sample)]
     ]
 
 

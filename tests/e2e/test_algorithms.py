@@ -11,7 +11,9 @@ from cases import one_process
 
 from fastgrpo import RunConfig, Trainer
 from fastgrpo.config import build
+from fastgrpo.data import epoch_order
 from fastgrpo.records import RewardRequest, Score
+from fastgrpo.reward import Rewards
 
 PROMPTS = ["Say hello.", "Name a colour.", "Count."]
 
@@ -20,31 +22,24 @@ def length(response: str) -> float:
     return len(set(response)) / 10
 
 
-class InProcess:
-    """Rewards without worker processes, whose start would take most of these tests' time."""
-
-    def __init__(self, function: Callable[[str], float]) -> None:
-        self.function = function
-
-    notes: tuple[str, ...] = ()
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
-        scores = [self.function(request.response) for request in requests]
-        return [Score(score, {"reward": score}, {}, "scored") for score in scores]
-
-
 @pytest.fixture
 def trainer(tiny_model, monkeypatch) -> Iterator[Callable[..., Trainer]]:
-    """`trainer(document)`: three prompts, three samples each, one process."""
-    monkeypatch.setattr("fastgrpo.stages.build_rewards", lambda config, function, **_: InProcess(function))
+    """`trainer(document)`: three prompts, three samples each, one process. Rewards come without worker processes, whose
+    start would take most of these tests' time."""
+    rewards: list[Callable[[str], float]] = []
+
+    def score(self: Rewards, requests: Sequence[RewardRequest]) -> list[Score]:
+        scores = [rewards[-1](request.response) for request in requests]
+        return [Score(score, {"reward": score}, {}, "scored") for score in scores]
+
+    def make(document: dict[str, Any], reward: Callable[[str], float] = length) -> Trainer:
+        rewards.append(reward)
+        return Trainer(config_of(str(tiny_model), document), prompts=PROMPTS, reward=reward)
+
+    monkeypatch.setattr(Rewards, "start", lambda self: None)
+    monkeypatch.setattr(Rewards, "score", score)
     with one_process():
-        yield lambda document, reward=length: Trainer(
-            config_of(str(tiny_model), document), prompts=PROMPTS, reward=reward
-        )
+        yield make
 
 
 def config_of(model: str, document: dict[str, Any]) -> RunConfig:
@@ -101,6 +96,35 @@ def test_bypass_takes_the_engines_logprobs_for_old(trainer):
     assert record.metrics["actor/ratio_max"] > 1.001  # the second pass sees other weights
     assert record.metrics["gap/abs_mean"] < 1e-4  # the gap speaks of the first alone
     assert record.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-4)
+
+
+def test_dynamic_sampling_goes_on_through_the_data_and_resumes(tiny_model, trainer):
+    """A reward that never differs: every round is drawn, the step is filled up, and the order has moved on by as much.
+    One that does differ: as many rounds as it takes, and a run that takes over its state draws the same."""
+    filtering = {"enable": True, "max_num_gen_batches": 3}
+    document = {"algorithm": {"filter_groups": filtering}, "data": {"train_batch_size": 1}}
+    t = trainer(document, reward=lambda response: 1.0)
+    record = t.step()
+    assert record.metrics["filter_groups/gen_batches"] == record.metrics["filter_groups/drawn"] == 3
+    assert record.metrics["filter_groups/filled_up"] == 1 and record.metrics["reward/zero_signal_groups"] == 1
+    assert t.stages.order.state() == {"batches": 3}
+    assert t._rows[0]["uid"] == t.stages.train.prompts[epoch_order(3, 0, 0, True)[0]].uid
+
+    one, two = trainer(document), trainer(document)
+    first = one.step()
+    assert first.metrics["filter_groups/gen_batches"] >= 1 and first.metrics["reward/zero_signal_groups"] == 0
+    two.stages.order.load_state(one.stages.order.state())
+    assert [p.uid for p in two.stages.order.take()] == [p.uid for p in one.stages.order.take()]
+
+
+def test_filtered_answers_do_not_train_and_are_still_measured(trainer):
+    """A random model never stops by itself here: every answer is cut off, so nothing is left to learn from."""
+    record = trainer({"algorithm": {"overlong_filtering": True}, "data": {"max_response_length": 2}}).step()
+    truncated = record.metrics["response_length/truncated"]
+    assert truncated > 0.5 and record.metrics["response_length/filtered"] == truncated
+    assert record.metrics["response_length/max"] == 2
+    if truncated == 1:
+        assert (record.loss, record.metrics["actor/skipped_updates"]) == (0.0, 1.0)
 
 
 ALGORITHMS = {

@@ -11,8 +11,9 @@ import yaml
 
 from fastgrpo.config import RunConfig, check, check_model
 from fastgrpo.data.sources import find_file
+from fastgrpo.errors import ConfigError
 from fastgrpo.paths import config_dir
-from fastgrpo.train import list_experiments, read_config
+from fastgrpo.train import list_experiments, list_presets, read_config
 
 EXPERIMENTS = sorted(file.stem for file in (config_dir() / "exp").glob("*.yaml"))
 
@@ -83,6 +84,79 @@ def test_files_hold_only_what_differs_from_the_defaults() -> None:
     for name in EXPERIMENTS:
         document = yaml.safe_load((config_dir() / "exp" / f"{name}.yaml").read_text(encoding="utf-8"))
         assert repeated(document, RunConfig(), name) == []
+
+
+PRESETS = sorted(file.stem for file in (config_dir() / "algorithm").glob("*.yaml"))
+
+
+def test_presets_are_those_that_were_promised() -> None:
+    assert PRESETS == ["cispo", "dapo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "rloo", "sapo"]
+    lines = list_presets().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == PRESETS
+    assert all(re.search(r"arXiv \d{4}\.\d{5}", line) for line in lines[1:])  # each names its paper
+
+
+@pytest.mark.parametrize("experiment", ["quickstart", "longcot_32k_8xa100", "gsm8k_8xa100"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_obeys_every_rule_on_top_of_an_experiment(name: str, experiment: str) -> None:
+    config = read_config([f"+exp={experiment}", f"algorithm={name}"])
+    check(config, config.trainer.n_gpus_per_node)
+
+
+@pytest.mark.parametrize("before", PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_leaves_nothing_of_another_that_acts(tmp_path: Path, name: str, before: str) -> None:
+    """On top of any other, it comes to what it comes to alone, up to options that then act on nothing."""
+    (tmp_path / "mine.yaml").write_text(f"exp: quickstart\nalgorithm: {before}\n")
+    over = read_config([f"+exp={tmp_path}/mine.yaml", f"algorithm={name}"])
+    alone = read_config(["+exp=quickstart", f"algorithm={name}"])
+    for config in (over, alone):
+        actor, algorithm = config.actor, config.algorithm
+        if actor.policy_loss in ("sapo", "reinforce"):
+            actor.clip_ratio_low = actor.clip_ratio_high = 0.2
+        if not actor.use_kl_loss:
+            actor.kl_loss_coef = 0.001
+        if not algorithm.use_kl_in_reward:
+            algorithm.kl_ctrl.kl_coef = 0.001
+    assert over == alone
+
+
+def test_presets_set_what_their_papers_say() -> None:
+    dapo, gspo = (read_config(["+exp=longcot_32k_8xa100", f"algorithm={name}"]) for name in ("dapo", "gspo"))
+    assert (dapo.actor.clip_ratio_low, dapo.actor.clip_ratio_high, dapo.actor.loss_agg_mode) == (
+        0.2,
+        0.28,
+        "token-mean",
+    )
+    assert dapo.algorithm.filter_groups.enable and not dapo.actor.use_kl_loss
+    assert (gspo.actor.policy_loss, gspo.actor.clip_ratio_low, gspo.actor.clip_ratio_high) == ("gspo", 3e-4, 4e-4)
+    grpo = read_config(["+exp=longcot_32k_8xa100", "algorithm=grpo"])
+    assert (grpo.actor.use_kl_loss, grpo.actor.kl_loss_coef) == (True, 0.04)
+    assert grpo.actor.clip_ratio_high == 0.2  # the preset is over the experiment, which has 0.28
+    assert read_config(["+exp=quickstart", "algorithm=rloo"]).algorithm.adv_estimator == "rloo"
+
+
+def test_keys_of_the_command_line_are_over_the_preset_and_a_files_values_too(tmp_path: Path) -> None:
+    config = read_config(["+exp=quickstart", "actor.clip_ratio_high=0.3", "+algorithm=dapo"])
+    assert (config.actor.clip_ratio_high, config.algorithm.filter_groups.enable) == (0.3, True)
+    (tmp_path / "mine.yaml").write_text("exp: quickstart\nalgorithm: cispo\nactor: {clip_ratio_high: 6.0}\n")
+    mine = read_config([f"+exp={tmp_path}/mine.yaml"])
+    assert (mine.actor.policy_loss, mine.actor.clip_ratio_high, mine.actor.clip_ratio_low) == ("cispo", 6.0, 1.0)
+    (tmp_path / "alone.yaml").write_text("algorithm: sapo\nmodel: {path: a/b}\n")
+    assert read_config([f"+exp={tmp_path}/alone.yaml"]).actor.policy_loss == "sapo"
+    options = read_config(["+exp=quickstart", "algorithm.adv_estimator=opo"])  # a section, as ever
+    assert options.algorithm.adv_estimator == "opo"
+
+
+def test_an_unknown_preset_is_answered_with_the_list(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_config(["+exp=quickstart", "algorithm=grop"])
+    first, *rest = str(refused.value).splitlines()
+    assert first == "algorithm=grop: there is no preset of that name; did you mean algorithm=grpo?"
+    assert rest == list_presets().splitlines()
+    (tmp_path / "mine.yaml").write_text("exp: quickstart\nalgorithm: ppo\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: algorithm: ppo: there is no preset of that name"):
+        read_config([f"+exp={tmp_path}/mine.yaml"])
 
 
 def test_listing_has_a_line_for_each_experiment_with_model_and_hardware() -> None:

@@ -129,6 +129,30 @@ BROKEN = [
         ["algorithm.adv_estimator=gdpo", "right is the only one", "set algorithm.adv_estimator=grpo"],
     ),
     (
+        "filter_groups_can_fill_a_step",
+        1,
+        {"data.gen_batch_size": 4},
+        ["data.gen_batch_size=4", "algorithm.filter_groups.enable=true"],
+    ),
+    (
+        "filter_groups_can_fill_a_step",
+        1,
+        {"data.gen_batch_size": 2, "algorithm.filter_groups": {"enable": True, "max_num_gen_batches": 3}},
+        ["data.gen_batch_size=2", "max_num_gen_batches=3", "data.train_batch_size=8", "set data.gen_batch_size=3"],
+    ),
+    (
+        "filter_groups_can_fill_a_step",
+        1,
+        {"rollout.n": 1, "algorithm": {"adv_estimator": "reinforce_plus_plus", "filter_groups": {"enable": True}}},
+        ["algorithm.filter_groups.enable=true", "set rollout.n=2 or more"],
+    ),
+    (
+        "filter_metric_is_a_function",
+        1,
+        {"algorithm.filter_groups.metric": "acc"},
+        ["algorithm.filter_groups.metric=acc", "reward.functions: right", "or null"],
+    ),
+    (
         "one_kl_term",
         1,
         {"algorithm.use_kl_in_reward": True},

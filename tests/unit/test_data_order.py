@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastgrpo.data import PromptSet, epoch_order, step_prompts, steps_per_epoch
+from fastgrpo.data import PromptOrder, PromptSet, batch_prompts, epoch_order, steps_per_epoch
 from fastgrpo.errors import UserError
 from fastgrpo.records import Prompt
 
@@ -15,7 +15,7 @@ def numbered(count: int) -> PromptSet:
 
 
 def taken(count: int, step: int, batch: int, seed: int = 3, shuffle: bool = True) -> list[int]:
-    return [prompt.ids[0] for prompt in step_prompts(numbered(count), step, batch, seed, shuffle)]
+    return [prompt.ids[0] for prompt in batch_prompts(numbered(count), step, batch, seed, shuffle)]
 
 
 def test_order_is_fixed_for_all_time() -> None:
@@ -50,12 +50,20 @@ def test_steps_walk_the_epochs_and_leave_the_incomplete_batch_out() -> None:
         assert taken(7, 2 * epoch, 3) + taken(7, 2 * epoch + 1, 3) == order[:6]
 
 
+def test_an_order_goes_on_where_it_was_saved() -> None:
+    order, resumed = (PromptOrder(numbered(7), 3, 3, True) for _ in range(2))
+    first = [[p.ids[0] for p in order.take()] for _ in range(3)]
+    assert first == [taken(7, step, 3) for step in range(3)]
+    resumed.load_state(order.state())
+    assert [p.uid for p in resumed.take()] == [p.uid for p in order.take()] == [str(i) for i in taken(7, 3, 3)]
+
+
 def test_batch_of_the_whole_set() -> None:
     assert sorted(taken(4, 2, 4)) == [0, 1, 2, 3]
 
 
 def test_fewer_prompts_than_a_batch_is_refused_with_both_numbers() -> None:
-    with pytest.raises(UserError, match=r"5 prompts .* data\.train_batch_size=8 \(0 batches an epoch\).*at most 5"):
+    with pytest.raises(UserError, match=r"5 prompts .* data\.train_batch_size=8 \(0 batches an epoch;.*at most 5"):
         steps_per_epoch(5, 8)
     with pytest.raises(UserError, match="0 batches"):
         taken(5, 0, 8)

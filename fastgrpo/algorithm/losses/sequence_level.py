@@ -18,7 +18,7 @@ from fastgrpo.algorithm.losses.token_level import clipped_surrogate
 
 
 def gspo(rows: Rows, cfg: LossConfig) -> Surrogate:
-    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5): the geometric mean of the token ratios is clipped,
+    """Group sequence policy optimisation (arXiv 2507.18071): the geometric mean of the token ratios is clipped,
     so that a sequence is kept or left out as a whole. Its bounds are narrow, of the order of 1e-4; no dual clip."""
     mean_U = rows.mean_over_sequence(raw_log_ratio(rows.logprobs_U, rows.old_logprobs_U))
     ratio_U = mean_U.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -37,7 +37,7 @@ def clipped_surrogate(ratio_U: Tensor, advantages_U: Tensor, cfg: LossConfig, *,
 
 def cispo(rows: Rows, cfg: LossConfig) -> Surrogate:
     """The ratio is a clipped, constant weight of the log-likelihood: no token ever loses its gradient (MiniMax-M1,
-    arXiv 2506.13585, eq. 4). clip_ratio_low=1 leaves the weight without a lower bound, as the paper does."""
+    arXiv 2506.13585). clip_ratio_low=1 leaves the weight without a lower bound, as the paper does."""
     ratio_U = token_ratio(rows).detach()
     lower, upper = 1 - cfg.clip_low, 1 + cfg.clip_high
     loss_U = -ratio_U.clamp(lower, upper) * rows.advantages_U * rows.logprobs_U
