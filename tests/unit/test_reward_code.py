@@ -250,7 +250,9 @@ def test_a_sandbox_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyP
 
 
 def test_weaker_isolation_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    weak = Isolation(replace(LIMITS, level="limits"), ("network", "memory"), "unshare: Operation not permitted")
+    weak = Isolation(
+        replace(LIMITS, level="limits"), ("network", "signals", "memory"), "unshare: Operation not permitted"
+    )
     monkeypatch.setattr(code_tests, "try_isolation", lambda *_: weak)
     function = RewardFunctionConfig(kind=RewardKind["code"])
     with pytest.raises(
@@ -259,7 +261,7 @@ def test_weaker_isolation_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> No
         build_rewards(RewardConfig(functions={"code": function}))
     function.isolation = IsolationOption["best_effort"]
     (note,) = build_rewards(RewardConfig(functions={"code": function})).notes
-    assert "in force: no network, limit on memory, limit of time; NOT in force: no file outside its folder" in note
+    assert "in force: no network, no signal to other processes, limit on memory, limit of time; NOT in force" in note
     assert "(namespaces: unshare: Operation not permitted)" in note
 
 
@@ -271,6 +273,10 @@ def test_without_namespaces_time_memory_and_network_hold() -> None:
     assert verdict(daemon, Functions(ADD), weak).late
     assert verdict("x = bytearray(10 << 30)", Streams((("", ""),)), weak).error == "exit 1"
     assert verdict("import socket; socket.socket()", Streams((("", ""),)), weak).error == "exit 1"
+    kills = "import os\ntry: os.kill(-1, 9)\nexcept PermissionError: print('refused')\nos.kill(os.getpid(), 0)"
+    assert verdict(kills, Streams((("", "refused"),)), weak) == Verdict(1, 1)
+    limits_of_others = "import resource as r\nr.prlimit(1, r.RLIMIT_CPU, (1, 1))"
+    assert verdict(limits_of_others, Streams((("", ""),)), weak).error == "exit 1"
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("fastgrpo-box-*"))
 
 
