@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -115,6 +116,26 @@ def test_dynamic_sampling_goes_on_through_the_data_and_resumes(tiny_model, train
     assert first.metrics["filter_groups/gen_batches"] >= 1 and first.metrics["reward/zero_signal_groups"] == 0
     two.stages.order.load_state(one.stages.order.state())
     assert [p.uid for p in two.stages.order.take()] == [p.uid for p in one.stages.order.take()]
+
+
+def test_a_run_resumed_amid_dynamic_sampling_and_adaptive_kl_goes_on_the_same(trainer):
+    """With learning rate 0 the weights need no checkpoint: the rest is what a checkpoint keeps as JSON."""
+    ctrl = {"type": "adaptive", "kl_coef": 0.5, "horizon": 90}
+    document = {
+        "algorithm": {"filter_groups": {"enable": True}, "use_kl_in_reward": True, "kl_ctrl": ctrl},
+        "data": {"train_batch_size": 2, "gen_batch_size": 1},
+        "actor": {"optim": {"lr": 0.0}},
+    }
+    one, two = trainer(document), trainer(document)
+    one.step()
+    for name, state in json.loads(json.dumps({name: part.state() for name, part in one.stateful.items()})).items():
+        if name != "actor":
+            two.stateful[name].load_state(state)
+    first, second = one.step(), two.step()
+    assert [row["uid"] for row in one._rows] == [row["uid"] for row in two._rows]
+    assert (first.responses_PG, first.advantages_PG) == (second.responses_PG, second.advantages_PG)
+    assert one.stages.order.state() == two.stages.order.state() and one.stages.order.state()["batches"] >= 4
+    assert one.stages.kl_controller.coef == two.stages.kl_controller.coef < 0.5
 
 
 def test_filtered_answers_do_not_train_and_are_still_measured(trainer):
