@@ -111,7 +111,7 @@ class Score:
     total: float | None
     parts: Mapping[str, float | None]  # label of the function -> its own score, unweighted
     details: Mapping[str, float]  # further metrics, e.g. {"rules/rule_0": 1.0} for a rule that matched
-    status: str  # "scored", "unscored" (a function returned None), "timeout", "error"; the worst of the functions
+    status: str  # "scored", "unscored" (a function returned None), "timeout", "error"; the worst of those with a weight
     error: str | None = None  # label and first line of what a function raised
 
 

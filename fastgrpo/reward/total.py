@@ -13,7 +13,8 @@ _STATUSES = ("scored", "unscored", "timeout", "error")  # from best to worst
 
 
 def total(functions: Sequence[RewardFunction | LocalReward], outcomes: Sequence[Outcome]) -> Score:
-    """One sample's Score from one outcome a function: the weighted sum, or None when a part of it is missing."""
+    """One sample's Score from one outcome a function: the weighted sum, or None when a part of it is missing. A
+    function of weight 0 only watches: that it failed is told in `error`, and changes neither total nor status."""
     pairs = list(zip(functions, outcomes, strict=True))
     counted = [(f.weight, outcome.score) for f, outcome in pairs if f.weight != 0]
     terms = [weight * score for weight, score in counted if score is not None]
@@ -22,7 +23,7 @@ def total(functions: Sequence[RewardFunction | LocalReward], outcomes: Sequence[
         total=math.fsum(terms) if len(terms) == len(counted) else None,
         parts={f.label: outcome.score for f, outcome in pairs},
         details={f"{f.label}/{key}": value for f, outcome in pairs for key, value in outcome.details.items()},
-        status=max((outcome.status for outcome in outcomes), key=_STATUSES.index),
+        status=max((outcome.status for f, outcome in pairs if f.weight != 0), key=_STATUSES.index),
         error=errors[0] if errors else None,
     )
 

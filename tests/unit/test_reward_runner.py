@@ -382,7 +382,7 @@ def test_weighted_sum(tmp_path: Path) -> None:
     with running(config=config) as runner:
         scores = runner.score(requests("3", "44", "none 3", "boom 3", "slow 3"))
     assert [s.total for s in scores] == pytest.approx([2.7, 4.0, None, None, 12.7])
-    assert [s.status for s in scores] == ["scored", "scored", "unscored", "error", "timeout"]
+    assert [s.status for s in scores] == ["scored", "scored", "unscored", "error", "scored"]
     assert scores[0].parts == {"file": 1.0, "g": 1.0, "slow": -1.0}
     assert scores[1].details == {"g/correct": 0.0, "g/formatted": 1.0}
     assert scores[3].parts == {"file": None, "g": 1.0, "slow": -1.0}

@@ -1,0 +1,98 @@
+"""A step and a validation with a mixture: rules in workers, a reward model in this process, labels in a file, and a
+function whose weight follows the step. What each sample got is worked out again from its parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import one_process
+
+from fastgrpo import Trainer
+from fastgrpo.config import build
+from fastgrpo.reward.reward_model import ModelReward
+
+PROMPTS = ["Say hello.", "Name a colour."]
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("reward-model")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), num_labels=1, initializer_range=0.5, **sizes)
+    config.pad_token_id = tokenizer.pad_token_id
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def trainer(tiny_model: Path, reward_model: Path, tmp_path: Path) -> Iterator[Trainer]:
+    labels = [{"uid": f"prompts/train/{i}", "sample": 0, "score": i + 1} for i in range(2)]
+    (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, labels)))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    (tmp_path / "mine.py").write_text("def compute_score(response, step):\n    return step * len(response)\n")
+    functions: dict[str, Any] = {
+        "rule": {"kind": "rules", "rules": [{"pattern": "[a-m]", "score": 1.0}], "weight": 0.7},
+        "small_model": {"kind": "model", "path": str(reward_model), "weight": 0.3},
+        "people": {"kind": "file", "path": str(tmp_path / "labels.jsonl"), "weight": 0.0},
+        "later": {"kind": "custom", "path": str(tmp_path / "mine.py"), "weight": 0.01},
+    }
+    files = [str(tmp_path / "prompts.jsonl")]
+    config = build(
+        {
+            "model": {"path": str(tiny_model)},
+            "data": {"train_files": files, "val_files": files, "train_batch_size": 2, "max_prompt_length": 64}
+            | {"max_response_length": 8, "reference_key": None},
+            "reward": {"functions": functions, "num_workers": 1},
+            "rollout": {"name": "hf", "n": 3},
+            "trainer": {"device": "cpu", "max_steps": 2},
+            "actor": {"use_kl_loss": False, "optim": {"lr": 1e-3}},
+        }
+    )
+    with one_process():
+        made = Trainer(config)
+        yield made
+        made.stages.rewards.close()
+
+
+def test_a_mixture_in_a_step_and_a_validation(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    awake: list[bool] = []  # what the engine was while the reward model scored
+    engine, outcomes = trainer.stages.engine, ModelReward.outcomes
+
+    def watched(self: ModelReward, requests: Any) -> Any:
+        try:
+            engine.generate([], trainer.stages.sampling)
+            awake.append(True)
+        except RuntimeError:
+            awake.append(False)
+        return outcomes(self, requests)
+
+    monkeypatch.setattr(ModelReward, "outcomes", watched)
+    for step in range(2):
+        record = trainer.step()
+        rows = trainer._rows
+        assert [row["reward"] for row in rows] == [reward for group in record.rewards_PG for reward in group]
+        for row in rows:
+            parts = row["parts"]
+            assert parts["rule"] == float(any(letter in "abcdefghijklm" for letter in row["response"].rstrip()))
+            assert parts["later"] == step * len(row["response"])
+            assert parts["people"] == (int(row["uid"][-1]) + 1 if row["sample"] == 0 else None)
+            expected = 0.7 * parts["rule"] + 0.3 * parts["small_model"] + 0.01 * parts["later"]
+            assert row["reward"] == pytest.approx(expected, abs=1e-12)
+        model_scores = [row["parts"]["small_model"] for row in rows]
+        assert record.metrics["reward/part/small_model"] == pytest.approx(sum(model_scores) / 6)
+        assert record.metrics["reward/part/people"] == 1.5
+        # `people` only watches (weight 0): what it cannot score is trained all the same
+        assert (record.metrics["reward/scored"], record.metrics["reward/unscored"]) == (6.0, 0.0)
+    assert trainer.validate().score is not None
+    assert awake == [False] * 3
