@@ -79,13 +79,14 @@ def _of_the_trainer(config: RunConfig, plan: Plan) -> Iterator[Option]:
     if settings.head_chunk_bytes > k.HEAD_CHUNK_LEAST:
         yield "actor.head_chunk_gib", k.HEAD_CHUNK_LEAST / k.GIB, SAME_NUMBERS
     yield "actor.mlp_slices", max(k.MLP_SLICES, 2 * settings.mlp_slices), SAME_NUMBERS
-    if settings.gradient_checkpointing:
+    actor, fsdp = config.actor, config.actor.fsdp  # what they state, not what the plan chose around it
+    if actor.gradient_checkpointing != 0:
         yield "actor.activation_offload", True, SAME_NUMBERS
-    if not settings.offload_during_rollout:
+    if not fsdp.offload_during_rollout:
         yield "actor.fsdp.offload_policy", True, SAME_NUMBERS
-    if not settings.offload_policy:
+    if not fsdp.offload_policy:
         yield "actor.fsdp.offload_during_rollout", True, SAME_NUMBERS
-    if config.actor.fsdp.replicas > 1:
+    if fsdp.replicas > 1:
         yield "actor.fsdp.replicas", 1, SAME_NUMBERS
     if job.reference is not None:
         yield "ref.offload_policy", True, SAME_NUMBERS

@@ -1,0 +1,74 @@
+"""Where the plan meets the device, on a made one: what is free, the cap, one decision for all ranks, what is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastgrpo import gpu
+from fastgrpo.config import Layout, RunConfig
+from fastgrpo.plan import Sizes, read_sizes, settle_on_cpu, with_option
+from fastgrpo.plan.constants import CUDA_CONTEXT, GIB
+
+MODEL = read_sizes(Path(__file__).parents[2] / "bench" / "shapes" / "Qwen2.5-1.5B-Instruct")
+
+
+@pytest.fixture
+def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A GPU of 80 GiB of which 60 are free; the caps that are asked for."""
+    asked: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append(share))
+    return asked
+
+
+def settle(config: RunConfig, others: tuple[int, ...] = (), device: str = "cuda") -> Any:
+    mesh: Any = SimpleNamespace(device=torch.device(device), gather=lambda own: [own, *others], is_main=True)
+    config = with_option(config, "actor.use_kl_loss", False)
+    return gpu.settle_memory(config, Sizes(MODEL, None), Layout.of(config, 1 + len(others)), mesh)
+
+
+def test_what_is_free_is_planned_for(fractions: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    settled, plan = settle(RunConfig())
+    assert plan.gpu_bytes == 60 * GIB + CUDA_CONTEXT and plan.fits and fractions == []
+    assert settled.actor.max_tokens_per_gpu == plan.settings.max_tokens_per_gpu
+    printed = capsys.readouterr().out
+    assert "60.6  GiB a GPU" in printed and f"actor.max_tokens_per_gpu={settled.actor.max_tokens_per_gpu}" in printed
+
+
+def test_the_least_of_all_ranks_decides(fractions: list[float]) -> None:
+    assert settle(RunConfig(), others=(40 * GIB, 50 * GIB))[1].gpu_bytes == 40 * GIB
+
+
+@pytest.mark.parametrize(("cap", "planned"), [(24.0, 24 * GIB), (70.0, 60 * GIB + CUDA_CONTEXT)])
+def test_a_cap_is_kept_and_planned_for(fractions: list[float], cap: float, planned: int) -> None:
+    _, plan = settle(with_option(RunConfig(), "trainer.gpu_memory_gib", cap))
+    assert plan.gpu_bytes == planned and fractions == [cap / 80]
+
+
+def test_a_plan_that_does_not_fit_warns_and_goes_on(
+    fractions: list[float], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_option(RunConfig(), "trainer.gpu_memory_gib", 16.0)
+    config = with_option(config, "actor.fsdp.offload_policy", False)
+    with caplog.at_level(logging.WARNING, "fastgrpo"):
+        settled, plan = settle(config)
+    assert not plan.fits and settled.actor.fsdp.offload_policy is False
+    assert "what helps most: actor.fsdp.offload_policy=true" in caplog.text and capsys.readouterr().out == ""
+
+
+def test_liger_counts_only_where_it_is_installed(fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.liger, "is_installed", lambda: True)
+    assert settle(RunConfig())[1].job.liger
+    monkeypatch.setattr(gpu.liger, "is_installed", lambda: False)
+    assert not settle(RunConfig())[1].job.liger
+
+
+def test_on_a_cpu_there_is_no_plan(fractions: list[float]) -> None:
+    settled, plan = settle(RunConfig(), device="cpu")
+    assert plan is None and settled == settle_on_cpu(with_option(RunConfig(), "actor.use_kl_loss", False))
