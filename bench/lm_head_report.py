@@ -19,6 +19,18 @@ TITLES = {
     "nograd": "No-gradient pass: logprob and entropy; floor = its bare GEMM",
     "row": "Row kernel alone",
 }
+README_IMPLS = (  # the short tables: the floor, ours, and each peer's best
+    "bare GEMM, whole T, bf16 (floor)",
+    "fastgrpo",
+    "Liger fused linear CE, 16 x chunk",
+    "Liger SM90",
+    "Liger SM90 + torch loss",
+    "Liger fused linear GRPO",
+    "CCE filtered + torch loss",
+    "CCE, no entropy",
+    "torch.compile'd chunks",
+    "torch, whole logits",
+)
 ERRORS = {
     "max_abs_logp_err": "logprob error",
     "max_abs_entropy_err": "entropy error",
@@ -28,13 +40,20 @@ ERRORS = {
 
 
 def render(path: Path, readme: Path | None = None) -> str:
-    """Markdown of the file's tables. Writes the picture beside it, and the tables between the markers in `readme`."""
+    """Markdown of the file's tables. Writes the picture beside it, and between the markers in `readme` the tables; in a
+    file called README.md only those of both passes, with the peers in README_IMPLS."""
     content = json.loads(path.read_text())
     markdown = make_markdown(content)
     draw(content, path.with_suffix(".png"))
     if readme:
-        readme.write_text(between_markers(readme.read_text(), markdown))
+        short = make_markdown(shortened(content)) if readme.name == "README.md" else markdown
+        readme.write_text(between_markers(readme.read_text(), short))
     return markdown
+
+
+def shortened(content: dict) -> dict:
+    rows = [row for row in content["rows"] if row["op"] in ("train", "nograd") and row["impl"] in README_IMPLS]
+    return content | {"rows": rows}
 
 
 def between_markers(text: str, markdown: str) -> str:
@@ -167,7 +186,8 @@ def _time(row: dict | None) -> str:
     if row is None or row["ms_p50"] is None:
         return "-"
     ratio = slowdown(row)
-    return f"{row['ms_p50']:.1f}" + ("" if ratio is None else f" ({ratio:.2f} x)")
+    digits = 1 if row["ms_p50"] >= 1 else 3
+    return f"{row['ms_p50']:.{digits}f}" + ("" if ratio is None else f" ({ratio:.2f} x)")
 
 
 def _largest(cells: dict[tuple[int, int], dict], key: str) -> float | None:
@@ -177,7 +197,7 @@ def _largest(cells: dict[tuple[int, int], dict], key: str) -> float | None:
 
 
 def _scientific(value: float | None) -> str:
-    return "" if value is None else f"{value:.0e}"
+    return "" if value is None else f"{value:.1e}"
 
 
 # ---- picture
