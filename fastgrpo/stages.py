@@ -100,6 +100,7 @@ def build_stages(
         train = prompts_from_python(prompts, tokenizer, config.data)
     val = load_prompts(config.data, tokenizer, split="val", seed=seed)
     steps = total_steps(config, len(train))
+    order = PromptOrder(train, config.data.gen_batch_size or layout.prompts_per_step, seed, config.data.shuffle)
     for note in rewards.notes:
         console.say(note)
     rewards.start()
@@ -152,7 +153,7 @@ def build_stages(
             config.trainer.peak_tflops,
             compute_dtype(config.actor.dtype, device_type),
         ),
-        order=PromptOrder(train, config.data.gen_batch_size or layout.prompts_per_step, seed, config.data.shuffle),
+        order=order,
         kl_controller=_kl_controller(config),
     )
 

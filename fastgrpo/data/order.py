@@ -44,6 +44,8 @@ class PromptOrder:
     """Where a run is in its data."""
 
     def __init__(self, prompt_set: PromptSet, batch_size: int, seed: int, shuffle: bool) -> None:
+        """Raises UserError when the prompts do not fill a batch."""
+        steps_per_epoch(len(prompt_set), batch_size)
         self._prompt_set, self._batch_size, self._seed, self._shuffle = prompt_set, batch_size, seed, shuffle
         self._batches = 0  # taken so far
 

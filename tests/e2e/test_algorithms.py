@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import yaml
 from cases import one_process
 
 from fastgrpo import RunConfig, Trainer
 from fastgrpo.config import build
 from fastgrpo.data import epoch_order
+from fastgrpo.paths import config_dir
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward import Rewards
 
@@ -146,6 +148,22 @@ def test_filtered_answers_do_not_train_and_are_still_measured(trainer):
     assert record.metrics["response_length/max"] == 2
     if truncated == 1:
         assert (record.loss, record.metrics["actor/skipped_updates"]) == (0.0, 1.0)
+
+
+PRESETS = sorted((config_dir() / "algorithm").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
+def test_two_steps_of_each_preset(trainer, preset):
+    """Two passes over each rollout, so that ratios leave 1 and bounds may act."""
+    t = trainer(merge(yaml.safe_load(preset.read_text(encoding="utf-8")), {"actor": {"ppo_epochs": 2}}))
+    for _ in range(2):
+        metrics = t.step().metrics
+        assert metrics["actor/updates"] == 2 and metrics["actor/skipped_updates"] == 0
+        assert metrics["actor/grad_norm"] > 0 and all(math.isfinite(x) for x in metrics.values())
+        assert metrics["actor/ratio_max"] > 1.0001
+    assert ("reward/kl_penalty" in metrics) == (preset.stem in ("rloo", "reinforce_pp"))
+    assert ("filter_groups/drawn" in metrics) == (preset.stem == "dapo")
 
 
 ALGORITHMS = {

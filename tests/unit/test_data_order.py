@@ -67,3 +67,5 @@ def test_fewer_prompts_than_a_batch_is_refused_with_both_numbers() -> None:
         steps_per_epoch(5, 8)
     with pytest.raises(UserError, match="0 batches"):
         taken(5, 0, 8)
+    with pytest.raises(UserError, match=r"data\.gen_batch_size"):  # before the first step
+        PromptOrder(numbered(5), 8, 0, True)
