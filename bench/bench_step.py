@@ -55,8 +55,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--train-only", nargs="*", metavar="SHAPE", help="time the training phase alone, on these shapes"
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model, 2 steps")
-    parser.add_argument("--steps", type=int, help="steps of a process; default 5, smoke 2")
-    parser.add_argument("--warm-up", type=int, help="of those, left out at the start; default 2, smoke 1")
+    parser.add_argument("--steps", type=int, help="steps of a process; default 5, TRL's 3, smoke 2")
+    parser.add_argument("--warm-up", type=int, help="of those, left out at the start; default 2, TRL's and smoke 1")
     parser.add_argument("--rounds", type=int, default=1, help="processes of each, in turns")
     parser.add_argument("--minutes", type=float, default=9.0, help="of one process, which is ended then")
     parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
@@ -66,11 +66,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options for our runs, after --")
     args = parser.parse_args(arguments)
-    args.steps = args.steps or (2 if args.smoke else 5)
-    args.warm_up = min(args.warm_up if args.warm_up is not None else (1 if args.smoke else 2), args.steps - 1)
     if args.smoke:
         args.shape, args.impl, args.overrides = "tiny", ["ours"], SMOKE + args.overrides
     return args
+
+
+def counts(impl: str, args: argparse.Namespace) -> tuple[int, int]:
+    """Steps of a process, and how many of them warm up. Ours compiles more at the start, TRL's steps take longer."""
+    steps, warm_up = (2, 1) if args.smoke else (3, 1) if impl.startswith("trl") else (5, 2)
+    steps = args.steps or steps
+    return steps, min(warm_up if args.warm_up is None else args.warm_up, steps - 1)
 
 
 def main(arguments: list[str]) -> int:
@@ -113,12 +118,13 @@ def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
 
 
 def run_child(args: argparse.Namespace, impl: str, shape: str, models: Path) -> dict[str, Any]:
-    """One process of `args.steps` steps: what it reports, or {"error"}."""
+    """One process: what it reports, or {"error"}."""
     print(f"-- {impl}, {shape}", flush=True)
     report = models / "report.json"
     report.unlink(missing_ok=True)
     models.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, "--child", impl, str(report), "--steps", str(args.steps), "--shape", shape]
+    command = [sys.executable, __file__, "--child", impl, str(report), "--shape", shape]
+    command += ["--steps", str(counts(impl, args)[0])]
     command += ["--models", str(models), "--", *args.overrides, *([MADE] if impl not in CHILDREN else [])]
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
     try:
@@ -149,7 +155,7 @@ def child(args: argparse.Namespace, impl: str, report: str) -> None:
 def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """Medians over the steps after the warm-up of all processes, and the largest peaks."""
     done = [result for result in results if "error" not in result]
-    steps = [step for result in done for step in result["steps"][args.warm_up :]]
+    steps = [step for result in done for step in result["steps"][counts(impl, args)[1] :]]
     last = done[-1] if done else {}
     return {
         "impl": impl,

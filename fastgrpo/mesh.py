@@ -114,11 +114,13 @@ def engine_slice(num_groups: int, group_size: int, engine: int, engines: int) ->
 def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh:
     """Join (or start, for one process) the process group and lay the axes over it. Call once a process.
 
-    Raises ValueError when the world does not divide (the configuration was checked before: this is for Python users).
+    Raises ValueError when the world does not divide (the configuration was checked before: this is for Python users),
+    or a process group that was there before has no backend for CPU tensors or none for the device's.
     """
     owns_process_group = not dist.is_initialized()
     if owns_process_group:
         _init_process_group(device_type)
+    require_backends(device_type, str(dist.get_backend_config()))
     world, rank = dist.get_world_size(), dist.get_rank()
     for name, size in (("sp", sp), ("tp", tp), ("replicas", replicas)):
         if world % size:
@@ -171,16 +173,28 @@ def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
     return own
 
 
+def require_backends(device_type: str, backends: str) -> None:
+    """`backends` as torch writes them, "cpu:gloo,cuda:nccl". Gradients that live in host memory are reduced there, and
+    so are the step's objects: the first of either would fail in the middle of a step."""
+    served = {pair.split(":")[0] for pair in backends.split(",")}
+    if not {"cpu", device_type} <= served:
+        raise ValueError(
+            f"the process group serves {backends}, this run needs the CPU and {device_type}: start it with "
+            f'init_process_group("{"cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"}")'
+        )
+
+
 def _init_process_group(device_type: str) -> None:
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     timeout = STORE_TIMEOUT  # longer than any phase: a slower rank is not an error
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group(backend, timeout=timeout)
         return
-    # A bare start. The variables are set as torchrun would: the engine reads them. Port 0 lets the store choose a free
-    # one, so that two runs on one host never collide.
+    # Alone. The variables are set as torchrun would: the engine reads them. Port 0 lets the store choose a free one, so
+    # that two runs on one host, or one after the other in one process, never collide.
     store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -47,6 +47,7 @@ class Request:
     ids: tuple[int, ...]
     seed: int  # 0 <= seed < 2**63
     max_tokens: int
+    expected_tokens: float = 0.0  # a guess of the response's length, to order by; 0: none
 
 
 @dataclass(frozen=True, slots=True)

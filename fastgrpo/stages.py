@@ -39,6 +39,7 @@ from fastgrpo.records import Sampling
 from fastgrpo.reward import Rewards, build_rewards
 from fastgrpo.rollout import build_engine
 from fastgrpo.rollout.engine import RolloutEngine, engine_dtype, reports_logprobs
+from fastgrpo.rollout.lengths import LengthHistory
 
 log = logging.getLogger("fastgrpo")
 
@@ -64,6 +65,7 @@ class Stages:
     peak_flops: float | None  # of this rank's device; None: unknown
     order: PromptOrder  # where the run is in its data
     kl_controller: KlController  # of the KL in the reward
+    lengths: LengthHistory  # of the answers to each prompt
 
     def peak_seconds(self, mini_batches: Sequence[MiniBatch], passes: int) -> float | None:
         """What the update's work would take the devices at their peak; None where that is unknown."""
@@ -155,6 +157,7 @@ def build_stages(
         ),
         order=order,
         kl_controller=_kl_controller(config),
+        lengths=LengthHistory(wanted=layout.sequences_per_engine > config.rollout.max_num_seqs),
     )
 
 

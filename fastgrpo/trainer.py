@@ -62,6 +62,7 @@ class Trainer:
             "actor": self.stages.actor,
             "order": self.stages.order,
             "kl_controller": self.stages.kl_controller,
+            "lengths": self.stages.lengths,
         }
         self.steps_done = 0
         self._validated_at = -1  # the steps that were done at the last validation
@@ -92,6 +93,7 @@ class Trainer:
         clock = Clock(s.mesh.device, s.engine_bytes)
         filled = fill_step(partial(self._draw, clock), config)
         samples, rollouts = filled.samples, [sample.rollout for sample in filled.samples]
+        s.lengths.note(rollouts)
         scoring = build_scoring_batches(rollouts, s.share) if step == 0 or needs_terms(config) else ()
         if step == 0:
             with clock("gate"):  # before any update: every response token, trained or not
@@ -160,6 +162,7 @@ class Trainer:
             step=step,
             max_tokens=config.data.max_response_length,
             attempt=attempt,
+            expected=s.lengths.expected,
         )
         with ExitStack() as awake:
             with clock("sync"):

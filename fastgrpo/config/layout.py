@@ -75,6 +75,11 @@ class Layout:
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def sequences_per_engine(self) -> int:
+        """Of a step, at most: whole groups."""
+        return -(-self.prompts_per_step // self.engines) * self.samples_per_prompt
+
+    @property
     def sequences_per_update(self) -> int:
         return self.prompts_per_update * self.samples_per_prompt
 

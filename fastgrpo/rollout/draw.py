@@ -12,7 +12,7 @@ anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,11 +23,20 @@ from fastgrpo.rollout.engine import RolloutEngine, sample_seed
 
 
 def make_requests(
-    prompts: Sequence[Prompt], n: int, *, run_seed: int, step: int, max_tokens: int, attempt: int = 0
+    prompts: Sequence[Prompt],
+    n: int,
+    *,
+    run_seed: int,
+    step: int,
+    max_tokens: int,
+    attempt: int = 0,
+    expected: Callable[[str], float] = lambda uid: 0.0,
 ) -> list[Request]:
-    """n requests a prompt, prompt by prompt. `attempt`: round of dynamic sampling within the step."""
+    """n requests a prompt, prompt by prompt. `attempt`: round of dynamic sampling within the step. `expected`: tokens of
+    an answer to the prompt of that uid (lengths.py)."""
+    guesses = {prompt.uid: expected(prompt.uid) for prompt in prompts}
     return [
-        Request(prompt.uid, sample, attempt, prompt.ids, seed, max_tokens)
+        Request(prompt.uid, sample, attempt, prompt.ids, seed, max_tokens, guesses[prompt.uid])
         for prompt in prompts
         for sample in range(n)
         for seed in [sample_seed(run_seed, step, attempt, prompt.uid, sample)]

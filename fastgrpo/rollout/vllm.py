@@ -32,7 +32,7 @@ from fastgrpo.mesh import Mesh
 from fastgrpo.records import Request, Rollout, Sampling
 from fastgrpo.rollout.engine import WeightExport, engine_dtype, reports_logprobs
 from fastgrpo.rollout.process_state import kept_process_state
-from fastgrpo.rollout.vllm_draw import Drawn, draw
+from fastgrpo.rollout.vllm_draw import Drawn, draw, longest_first
 from fastgrpo.rollout.vllm_graphs import capture_sizes
 from fastgrpo.rollout.vllm_load import load_and_repack, load_in_place
 
@@ -50,6 +50,7 @@ class VllmEngine:
         self._end_ids = end_ids
         self._sleep_level = config.rollout.sleep_level
         self._max_seconds = config.rollout.max_seconds
+        self._max_num_seqs = config.rollout.max_num_seqs
         self._mesh = mesh
         self._is_awake = False
         self._version: int | None = None  # of the weights that the engine holds; None: none worth serving
@@ -85,7 +86,14 @@ class VllmEngine:
             return []
         params = [self._sampling_params(request, sampling) for request in requests]
         with kept_process_state():
-            drawn = draw(self._llm, requests, params, max_seconds=self._max_seconds, on_any_rank=self._on_any_rank)
+            drawn = draw(
+                self._llm,
+                requests,
+                params,
+                order=longest_first(requests, self._max_num_seqs),
+                max_seconds=self._max_seconds,
+                on_any_rank=self._on_any_rank,
+            )
         return [self._rollout(request, one) for request, one in zip(requests, drawn, strict=True)]
 
     def close(self) -> None:

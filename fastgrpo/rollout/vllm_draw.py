@@ -33,6 +33,13 @@ class Drawn:
     seconds: float  # from the start of the call to its end
 
 
+def longest_first(requests: Sequence[Request], slots: int) -> list[int] | None:
+    """Rows in the order of submission when not all run at once: the longest expected first, else as they come."""
+    if len(requests) <= slots:
+        return None
+    return sorted(range(len(requests)), key=lambda row: -requests[row].expected_tokens)
+
+
 def draw(
     llm: Any,
     requests: Sequence[Request],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo.checkpoint import save_model
 from fastgrpo.config import OptimConfig, RunConfig
-from fastgrpo.mesh import build_mesh, consecutive_groups, engine_slice
+from fastgrpo.mesh import build_mesh, consecutive_groups, engine_slice, require_backends
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.optim import apply_update, build_adamw, training_state
@@ -196,3 +199,35 @@ def test_shards_are_read_gathered_and_saved_whole(ranks, make_tiny_model, tmp_pa
     for frequencies, exported, exists in results:  # the same bits on every rank, right after the save returns
         assert frequencies == [buffer.tolist() for buffer in model.buffers()] and exists
         assert exported == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "backends", "fits"),
+    [
+        ("cuda", "cpu:gloo,cuda:nccl", True),
+        ("cuda", "cpu:gloo,cuda:gloo", True),
+        ("cpu", "cpu:gloo,cuda:gloo", True),
+        ("cuda", "cuda:nccl", False),  # the first clip of an offloaded gradient would fail
+        ("cuda", "cpu:gloo", False),
+        ("cpu", "cuda:nccl", False),
+    ],
+)
+def test_a_process_group_without_a_backend_it_will_need_is_refused(device, backends, fits):
+    if fits:
+        require_backends(device, backends)
+    else:
+        with pytest.raises(ValueError, match=rf"serves {backends}, this run needs the CPU and {device}: start it with"):
+            require_backends(device, backends)
+
+
+def test_one_mesh_after_the_other_in_one_process():
+    program = (
+        "import os\n"
+        "from fastgrpo.mesh import build_mesh\n"
+        "for _ in range(3):\n"
+        "    build_mesh('cpu', sp=1, tp=1).close()\n"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'])\n"
+    )
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == ["0", "1"], done.stderr

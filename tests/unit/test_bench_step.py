@@ -53,6 +53,15 @@ def test_a_row_is_medians_after_the_warm_up_and_the_largest_peaks():
     assert nothing["step_s_p50"] is None and nothing["phases"] == {} and median([]) is None
 
 
+def test_steps_of_a_process():
+    def of(impl, *arguments):
+        return bench_step.counts(impl, parse([*arguments]))
+
+    assert of("ours") == of("ours, training only") == (5, 2) and of("trl_liger") == (3, 1)
+    assert of("trl", "--steps", "6", "--warm-up", "2") == (6, 2)
+    assert of("ours", "--steps", "2") == (2, 1) and of("ours", "--smoke") == (2, 1)
+
+
 def test_a_changed_size_is_another_workload():
     args = parse(["--", "data.train_batch_size=64", "actor.gradient_checkpointing=0"])
     assert make_row("ours", "X", [result_of([1, 1, 1])], args)["workload"].endswith("tokens, data.train_batch_size=64")
@@ -61,7 +70,7 @@ def test_a_changed_size_is_another_workload():
 def test_rows_replace_their_like_and_keep_the_others(tmp_path):
     rows = Rows(tmp_path / "sub" / "step.json", {"commit": "abc"})
     for impl, seconds in (("ours", 1.0), ("trl", 2.0), ("ours", 3.0)):
-        rows.put(make_row(impl, "X", [result_of([9, 9, seconds])], parse([])))
+        rows.put(make_row(impl, "X", [result_of([9, 9, seconds])], parse(["--warm-up", "2"])))
     kept = json.loads((tmp_path / "sub" / "step.json").read_text())["rows"]
     assert [(row["impl"], row["step_s_p50"], row["commit"]) for row in kept] == [("trl", 2, "abc"), ("ours", 3, "abc")]
     table = render(tmp_path / "sub" / "step.json").splitlines()
