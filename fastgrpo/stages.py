@@ -21,7 +21,6 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fastgrpo import console, hub
 from fastgrpo.algorithm.kl_control import KlController
 from fastgrpo.batch.mini_batches import MiniBatch, Share
-from fastgrpo.batch.packing import attention_cost
 from fastgrpo.checkpoint import Identity, identify
 from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, needs_reference, total_steps
 from fastgrpo.data.order import PromptOrder
@@ -32,9 +31,9 @@ from fastgrpo.launch import count_gpus, resolve_device
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
-from fastgrpo.policy.head import OutputLayer
-from fastgrpo.policy.model import Policy, blocks, build_policy
+from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.selfcheck import check_packing
+from fastgrpo.policy.work import model_flops, sequence_cost
 from fastgrpo.records import Sampling
 from fastgrpo.reward import Rewards, build_rewards
 from fastgrpo.rollout import build_engine
@@ -128,7 +127,7 @@ def build_stages(
         sp_rank=mesh.sp_rank,
         max_tokens=layout.tokens_per_micro_batch,
         max_sequences=layout.max_sequences_per_micro_batch,
-        cost=_cost(model_config, policy),
+        cost=sequence_cost(policy),
         pad_id=tokenizer.pad_token_id if isinstance(tokenizer.pad_token_id, int) else 0,
     )
     sampling = _sampling(config, mesh)
@@ -149,7 +148,7 @@ def build_stages(
         share,
         sampling,
         identity,
-        flops=_flops(model_config, policy),
+        flops=model_flops(policy),
         peak_flops=peak_flops(
             torch.cuda.get_device_name(mesh.device) if device_type == "cuda" else "cpu",
             config.trainer.peak_tflops,
@@ -232,27 +231,3 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, .
         more = GenerationConfig.from_pretrained(model_dir).eos_token_id
         found += more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys(found))
-
-
-def _flops(config: PretrainedConfig, policy: Policy) -> ModelFlops:
-    lm = policy.module.lm
-    return ModelFlops.of(
-        blocks(lm),
-        OutputLayer.of(lm).weight_VH,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        head_dim=_head_dim(config),
-    )
-
-
-def _head_dim(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _cost(config: PretrainedConfig, policy: Policy) -> Callable[[int], float]:
-    return attention_cost(
-        num_parameters=sum(parameter.numel() for parameter in policy.module.parameters()),
-        num_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=_head_dim(config),
-    )

@@ -32,8 +32,8 @@ def make_requests(
     attempt: int = 0,
     expected: Callable[[str], float] = lambda uid: 0.0,
 ) -> list[Request]:
-    """n requests a prompt, prompt by prompt. `attempt`: round of dynamic sampling within the step. `expected`: tokens of
-    an answer to the prompt of that uid (lengths.py)."""
+    """n requests a prompt, prompt by prompt. `attempt`: round of dynamic sampling within the step. `expected`: tokens
+    of an answer to the prompt of that uid (lengths.py)."""
     guesses = {prompt.uid: expected(prompt.uid) for prompt in prompts}
     return [
         Request(prompt.uid, sample, attempt, prompt.ids, seed, max_tokens, guesses[prompt.uid])

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from cases import policy_of
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastgrpo.clock import Clock
 from fastgrpo.flops import ModelFlops, peak_flops
+from fastgrpo.policy.work import model_flops
 
 SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
 
@@ -77,3 +79,10 @@ def test_mfu_is_peak_time_over_time(monkeypatch):
     assert clock.mfu == {}
     clock.note_work("update", 1.0)
     assert clock.mfu == {"perf/mfu": 0.25}
+
+
+def test_a_sharded_policy_counts_as_the_whole_model(tiny_model, mesh):
+    """2 layers of hidden 128, MLP 192, 4 heads of 32 and 2 KV heads; 267 tokens."""
+    flops = model_flops(policy_of(tiny_model, mesh))
+    layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 192
+    assert flops == ModelFlops(2 * layer, 267 * 128, 2 * 4 * 32)
