@@ -451,11 +451,11 @@ def test_render_without_a_gpu(result_file, tmp_path, capsys, monkeypatch):
     assert head == "|  | 896 / 151936 | 4096 / 128256 | peak | logprob error | entropy error | dX error | dW error |"
     start = lines.index(head)
     assert lines[start + 2 : start + 4] == [
-        "| fastgrpo | 11.0 (1.10 x) | 21.0 (1.05 x) | 2.25 GiB | 7e-06 |  | 1e-03 | 2e-03 |",
-        "| slow one | 31.0 (3.10 x) | - | 1.50 GiB | 2e-06 |  | 1e-03 | 2e-03 |",
+        "| fastgrpo | 11.0 (1.10 x) | 21.0 (1.05 x) | 2.25 GiB | 7.0e-06 |  | 1.4e-03 | 1.6e-03 |",
+        "| slow one | 31.0 (3.10 x) | - | 1.50 GiB | 2.0e-06 |  | 1.4e-03 | 1.6e-03 |",
     ]
     assert "Not measured: slow one at 4096 / 128256 (out of memory); absent (not installed: absent)." in lines
-    assert "| fastgrpo | 4.0 (1.25 x) | 1.50 GiB | 2e-06 |  | 1e-03 | 2e-03 |" in lines
+    assert "| fastgrpo | 4.0 (1.25 x) | 1.50 GiB | 2.0e-06 |  | 1.4e-03 | 1.6e-03 |" in lines
     assert "| 16384 | 1.50 GiB, 0.75 GiB, 50.0 ms | does not fit the free memory |" in lines
 
 
