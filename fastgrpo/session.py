@@ -23,6 +23,8 @@ from fastgrpo.stages import Stages
 from fastgrpo.stopping import Stopped, Stopper
 from fastgrpo.torchrun import leave_status
 
+LAST_SAVE_S = 15.0  # for a save in flight when the run fails: every rank is to be gone within 30 s
+
 log = logging.getLogger("fastgrpo")
 
 
@@ -99,9 +101,9 @@ class Session:
     ) -> None:
         if isinstance(error, Stopped):
             self._stop(error)
-        if error is None or isinstance(error, Stopped):
-            self._saver.wait()
-            self._say_failures()
+        failed = error is not None and not isinstance(error, Stopped)
+        self._saver.wait(LAST_SAVE_S if failed else None)  # after a failure some rank may be gone
+        self._say_failures()
         self.report.close(finished=error is None)
         if isinstance(error, Stopped):
             self._run.stages.mesh.barrier()  # the first that ends takes the others with it

@@ -104,10 +104,10 @@ class Saver:
         if wait or not self._config.async_save:
             self.wait()
 
-    def wait(self) -> None:
-        """Until the last save is complete, or has failed, on all ranks."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Until the last save is complete, or has failed, on all ranks. With a limit it may be neither afterwards."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(limit_s)
             self._thread = None
 
     # Main thread -----------------------------------------------------------------------------------------------------
@@ -170,6 +170,10 @@ class Saver:
         results: list[WriteResult] = []
         error: str | None = None
         try:
+            if (
+                self._mesh.device.type == "cuda"
+            ):  # a new thread begins on the first GPU, whose stream is not this rank's
+                torch.cuda.set_device(self._mesh.device)
             results = write_shard(job.part / "state", job.plan, job.planner)
             ranks = job.part / "ranks"
             ranks.mkdir(exist_ok=True)

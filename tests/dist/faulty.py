@@ -51,8 +51,12 @@ def die_before_latest_moves() -> None:
 
 
 def die_before_the_final_model() -> None:
+    """When the last checkpoint is complete."""
     from fastgrpo import trainer
+    from fastgrpo.checkpoint import saver
 
+    save = saver.Saver.save
+    saver.Saver.save = lambda self, manifest, state, wait: save(self, manifest, state, wait=True)
     _before(trainer, "save_model", _die_at(1))
 
 
