@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import threading
 import time
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.checkpoint import host_memory
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
 from fastgrpo.checkpoint.folders import Manifest, commit, retire, step_folder
 from fastgrpo.checkpoint.tensors import (
@@ -50,6 +52,7 @@ log = logging.getLogger("fastgrpo")
 
 _GIB = 1 << 30
 _POLL_S = 0.05
+PINNED_ROUNDING = 1.4  # torch's pinned allocator rounds up to a power of two: 4/3 on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +90,24 @@ class Saver:
         self._mesh = mesh
         self._config = config
         self._number = 0
+        self._said_no_room = False
         self._thread: threading.Thread | None = None
         self._store = open_store("save") if mesh.world > 1 else None
 
     def save(self, manifest: Manifest, random_state: dict[str, Any], *, wait: bool = False) -> None:
-        """A collective; `random_state` is this rank's. Returns when the state is copied (and with `wait`, or without
-        trainer.async_save, when the checkpoint is complete); what happens to the weights afterwards does not matter.
-        Never raises for a failed save."""
+        """A collective; `random_state` is this rank's. Returns when the state is copied, or, with `wait`, without
+        trainer.async_save, or where host memory has no room for the copy, when the checkpoint is complete. Never raises
+        for a failed save."""
         self.wait()
         self._number += 1
-        job = self._plan(manifest, random_state, step_folder(self._root, manifest.step).with_suffix(PART))
+        copy = self._config.async_save and not wait and self._has_room()
+        part = step_folder(self._root, manifest.step).with_suffix(PART)
+        job = self._plan(manifest, random_state, part, copy=copy)
         if job is None:
             return
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
-        if wait or not self._config.async_save:
+        if not copy:  # the writer reads the weights themselves: they must stay as they are
             self.wait()
 
     def wait(self, limit_s: float | None = None) -> None:
@@ -112,8 +118,8 @@ class Saver:
 
     # Main thread -----------------------------------------------------------------------------------------------------
 
-    def _plan(self, manifest: Manifest, random_state: dict[str, Any], part: Path) -> _Job | None:
-        planner, share = self._own_share()
+    def _plan(self, manifest: Manifest, random_state: dict[str, Any], part: Path, *, copy: bool) -> _Job | None:
+        planner, share = self._own_share(copy)
         shares = self._mesh.gather(share)
         metadata: Metadata | None = None
         answer: list[SavePlan] | str = ""
@@ -128,11 +134,25 @@ class Saver:
             return None
         return _Job(self._number, part, answer[self._mesh.rank], planner, random_state, manifest, metadata)
 
-    def _own_share(self) -> tuple[ShardPlanner, _Share]:
+    def _has_room(self) -> bool:
+        """Whether this host can hold the copies of its ranks; the same on all ranks."""
+        size = sum(local(tensor).nbytes for tensor in training_tensors(self._policy.module, self._optimizer).values())
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(self._mesh.world)))
+        room = all(self._mesh.gather(host_memory.fits(int(size * PINNED_ROUNDING), ranks)))
+        if not room and not self._said_no_room and self._mesh.is_main:
+            log.warning(
+                "trainer.async_save: host memory has no room for a copy of masters and optimizer (%.3g GiB a rank): "
+                "steps wait until their checkpoint is written",
+                size / _GIB,
+            )
+            self._said_no_room = True
+        return room
+
+    def _own_share(self, copy: bool) -> tuple[ShardPlanner, _Share]:
         tensors = training_tensors(self._policy.module, self._optimizer)
         size = sum(local(tensor).nbytes for tensor in tensors.values())
         try:
-            shards = copy_to_host(tensors) if self._config.async_save else {k: local(v) for k, v in tensors.items()}
+            shards = copy_to_host(tensors) if copy else {k: local(v) for k, v in tensors.items()}
             planner = ShardPlanner(shards)
             planner.set_up_planner(dict(tensors), is_coordinator=self._mesh.is_main)
             return planner, _Share(planner.create_local_plan(), size, None)
@@ -237,4 +257,4 @@ class Saver:
 
 
 def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) or error.args else type(error).__name__
+    return f"{type(error).__name__}: {error}"

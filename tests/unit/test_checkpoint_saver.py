@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastgrpo.checkpoint import Manifest, Saver, restore, saver
+from fastgrpo.checkpoint import Manifest, Saver, host_memory, restore, saver
 from fastgrpo.checkpoint.folders import find_checkpoints, read_manifest
+from fastgrpo.checkpoint.host_memory import available_bytes
 from fastgrpo.checkpoint.random_state import random_state, set_random_state
-from fastgrpo.checkpoint.tensors import training_tensors
+from fastgrpo.checkpoint.tensors import copy_to_host, training_tensors
 from fastgrpo.config import OptimConfig, TrainerConfig
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy.model import Policy, build_policy
@@ -234,3 +235,39 @@ def test_random_state_is_plain_and_exact() -> None:
     assert draw() != first
     set_random_state(state)
     assert draw() == first
+
+
+def test_memory_that_is_left(tmp_path: Path) -> None:
+    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
+    assert available_bytes(meminfo, group) is None
+    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   50 kB\n")
+    assert available_bytes(meminfo, group) == 50 * 1024
+    group.mkdir()
+    for name, text in (
+        ("memory.max", "40000"),
+        ("memory.current", "30000"),
+        ("memory.stat", "anon 1\ninactive_file 500"),
+    ):
+        (group / name).write_text(text + "\n")
+    assert available_bytes(meminfo, group) == 10_500
+    (group / "memory.max").write_text("max\n")
+    assert available_bytes(meminfo, group) == 50 * 1024
+
+
+def test_without_room_for_a_copy_the_save_is_waited_for(
+    tiny_model: Path, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make_policy(tiny_model, mesh)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + 1_765_000)  # of 1,765,532 needed
+    saving = saver_of(tmp_path, made, tiny_model, mesh)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            saving.save(manifest(step), random_state())
+            assert find_checkpoints(tmp_path).complete[0][1].step == step  # complete already
+    assert caplog.text.count("host memory has no room for a copy") == 1
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + 1_766_000)
+    copied: list[int] = []
+    monkeypatch.setattr(saver, "copy_to_host", lambda tensors: copied.append(1) or copy_to_host(tensors))
+    saving.save(manifest(3), random_state())
+    saving.wait()
+    assert copied == [1] and saving.failures == 0
