@@ -47,7 +47,7 @@ class LigerNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        from liger_kernel.ops import LigerRMSNormFunction
+        from liger_kernel.ops import LigerRMSNormFunction  # pyright: ignore[reportMissingImports]
 
         # In place would overwrite the gradient that the residual path still needs.
         return LigerRMSNormFunction.apply(x, self.weight, self._eps, 0.0, "llama", False)
@@ -59,6 +59,6 @@ class LigerMLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        from liger_kernel.ops import LigerSiLUMulFunction
+        from liger_kernel.ops import LigerSiLUMulFunction  # pyright: ignore[reportMissingImports]
 
         return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))

@@ -188,10 +188,9 @@ class HeadGradients:
             return
         if scale_C is not None:
             hidden_CH = scaled(hidden_CH, scale_C, hidden_CH.dtype)
-        self._add_weight(factor_CV.t(), operand(hidden_CH))
+        self._add_weight(self._weight_VH, factor_CV.t(), operand(hidden_CH))
 
-    def _add_weight(self, factor_VC: Tensor, hidden_CH: Tensor) -> None:
-        out = self._weight_VH
+    def _add_weight(self, out: Tensor, factor_VC: Tensor, hidden_CH: Tensor) -> None:
         if not self._weight_started:
             product(operand(factor_VC), hidden_CH, out=out)
             self._weight_started = True
@@ -208,10 +207,8 @@ class HeadGradients:
         return self._hidden_NH, weight_VH, self._bias_V
 
 
-def scaled(x: Tensor | None, factor: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor | None:
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """x * factor in `dtype`, rounded once. factor: one number, or [C] for the rows of x [C, K]."""
-    if x is None:
-        return None
     out = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
     by_triton = (
         x.is_cuda and x.dtype != torch.float64 and x.stride(-1) == 1 and (factor.dim() == 1 or x.is_contiguous())

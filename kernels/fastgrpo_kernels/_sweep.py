@@ -17,16 +17,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
-import triton
 from torch import Tensor
+from triton import knobs
 
 from fastgrpo_kernels._chunks import Head, product
 from fastgrpo_kernels._exp_gemm import GEMM, Partials, exp_gemm, fits_exp_gemm
 from fastgrpo_kernels._exp_rows import RowStats, entropy_gradients, exp_rows
 
-INTERPRETED = triton.knobs.runtime.interpret  # by triton, on a CPU: decided when the kernels are defined
+INTERPRETED = knobs.runtime.interpret  # by triton, on a CPU: decided when the kernels are defined
 SUB_ROWS = 1024  # rows whose fp32 logits exist at once
 _ROW_MULTIPLE = 256  # whole tiles of the products
 _LEADING = 64  # elements: rows of a buffer start at multiples of 128 bytes whatever the vocabulary
@@ -82,6 +83,11 @@ def empty_rows(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) 
     return torch.empty(rows, _round_up(vocab, _LEADING), dtype=dtype, device=device)[:, :vocab]
 
 
+class _Options(TypedDict):
+    bias_V: Tensor | None
+    softcap_inverse: float
+
+
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """One call's rows on their way to statistics and, chunk by chunk, to D."""
@@ -113,7 +119,7 @@ class Sweep:
         return slices(slice(0, self.hidden_NH.shape[0]), self.plan.chunk_rows)
 
     @property
-    def _options(self) -> dict[str, Tensor | float | None]:
+    def _options(self) -> _Options:
         head = self.head
         return {
             "bias_V": None if head.bias_V is None else head.bias_V.contiguous(),

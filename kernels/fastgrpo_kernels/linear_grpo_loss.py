@@ -72,9 +72,8 @@ class _LinearGrpoLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, call: _Call
     ) -> tuple[Tensor, ...]:
-        needs = (False,) * 3
-        if call.differentiable:
-            needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        wanted = ctx.needs_input_grad
+        needs = (wanted[0], wanted[1], wanted[2]) if call.differentiable else (False, False, False)
         head = Head(operand(weight_VH), bias_V, call.logit_scale, call.softcap)
         gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs, call.weight_grad_VH)
         run = _run_reference if call.impl == "reference" else _run_triton
@@ -88,10 +87,11 @@ class _LinearGrpoLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dloss is None:
+            return None, None, None, None
         # not in place: a second backward over a retained graph must find them as they were
-        dtypes = ctx.dtypes if dloss is not None else ()
-        gradients = [scaled(x, dloss, dtype) for x, dtype in zip(ctx.saved_tensors, dtypes, strict=False)]
-        return *(gradients or [None] * 3), None
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if x is None else scaled(x, dloss, dtype) for x, dtype in pairs), None
 
 
 def _run_reference(hidden_NH: Tensor, head: Head, call: _Call, gradients: HeadGradients) -> GrpoLoss:

@@ -20,6 +20,7 @@ from fastgrpo_kernels import (
     GrpoRows,
     GrpoSettings,
     _exp_gemm,
+    _exp_rows,
     _grpo_rows,
     _scale,
     _sweep,
@@ -222,6 +223,24 @@ def test_token_terms_equal_the_torch_form(policy_loss, kl_type):
         for name in out._fields:
             got, expected = getattr(out, name), getattr(want, name)
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7, equal_nan=True, msg=lambda m, n=name: n + m)
+
+
+def test_offsets_beyond_32_bits():
+    """B11: rows 2^30 elements apart, so that the third starts at 2^31. (Pages that nobody touches take no memory.)"""
+    far = torch.empty(2, (1 << 31) + 300)
+    logits, exp = (x.as_strided((3, 300), (1 << 30, 1)) for x in far)
+    logits.copy_(torch.randn(3, 300))
+    target, slope, near = torch.tensor([3, 5, 7]), torch.ones(3), logits.clone()
+    stats = [_exp_rows.RowStats(*torch.empty(4, 3)) for _ in range(2)]
+    want = torch.empty(3, 300)
+    _exp_rows.exp_rows(near, target, slope, stats[0], want)
+    _exp_rows.exp_rows(logits, target, slope, stats[1], exp)
+    assert torch.equal(exp, want) and all(torch.equal(a, b) for a, b in zip(*stats, strict=True))
+    ones = torch.ones(3)
+    _exp_rows.entropy_gradients(near, target, slope, stats[0], ones, ones, want)
+    _exp_rows.entropy_gradients(logits, target, slope, stats[1], ones, ones, exp)
+    assert torch.equal(exp, want)
+    assert torch.equal(_scale.scale(exp, 2 * ones, torch.empty(3, 300)), 2 * want)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5000), (5, 8), (0, 8)])
