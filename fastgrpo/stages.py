@@ -75,9 +75,12 @@ class Stages:
 
 
 def build_stages(
-    config: RunConfig, prompts: Sequence[Any] | None = None, reward: Callable[..., object] | None = None
+    config: RunConfig,
+    prompts: Sequence[Any] | None = None,
+    reward: Callable[..., object] | None = None,
+    engine: RolloutEngine | None = None,
 ) -> Stages:
-    """Raises UserError (ConfigError) for every mistake that shows before training."""
+    """Raises UserError (ConfigError) for every mistake that shows before training. `engine`: see Trainer."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     layout = check(
         config,
@@ -118,7 +121,7 @@ def build_stages(
     if mesh.tp_rank == 0:  # the ranks that score
         rewards.load(mesh.device)
     before = _allocated(mesh.device)
-    engine = build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
+    engine = engine or build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
     engine_bytes = _allocated(mesh.device) - before
     share = Share(
         dp=mesh.dp,

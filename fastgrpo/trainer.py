@@ -33,6 +33,7 @@ from fastgrpo.policy.sequences import needs_terms, sequence_terms
 from fastgrpo.records import Prompt, Rollout, Sample, StepRecord
 from fastgrpo.report import Report
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
+from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.refill import fill_step
 from fastgrpo.session import Session, due
 from fastgrpo.stages import build_stages
@@ -44,7 +45,8 @@ log = logging.getLogger("fastgrpo")
 
 class Trainer:
     """One run. `prompts` and `reward` replace what the configuration names: a list of strings, message lists or rows,
-    and a function (prompt, response, reference, meta, step) -> float.
+    and a function (prompt, response, reference, meta, step) -> float. `engine`: one that a former run of this process
+    built for the same model and rollout options, which saves its start.
 
         trainer = Trainer(RunConfig(...), prompts=["..."], reward=score)
         record = trainer.step()     # one step
@@ -52,9 +54,14 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, *, prompts: Sequence[Any] | None = None, reward: Callable[..., object] | None = None
+        self,
+        config: RunConfig,
+        *,
+        prompts: Sequence[Any] | None = None,
+        reward: Callable[..., object] | None = None,
+        engine: RolloutEngine | None = None,
     ) -> None:
-        self.stages = build_stages(config, prompts, reward)
+        self.stages = build_stages(config, prompts, reward, engine)
         self.config = self.stages.config
         self.stopper = Stopper(self.stages.mesh, config.trainer.shutdown_timeout_s)
         self.stateful: dict[str, Stateful] = {  # what a checkpoint keeps besides tensors, by name
