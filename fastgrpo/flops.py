@@ -3,7 +3,7 @@
 Counted is what the model needs, forward and backward, nothing twice: recomputed activations, padding, frozen passes
 (old, ref) and the optimizer are not in it. For a sequence of s tokens, r of which carry a loss:
 
-    6 (s blocks + r head)          each weight of a matrix product: 2 in the forward, 4 in the backward
+    6 (s blocks + r head)          each weight of a matrix product: 2 in the forward, 4 in the backward (2 if frozen)
     6 s^2 layers heads head_dim    QK^T and PV: 4 s^2 heads head_dim a layer, halved by causality, times 3
 
 The input embedding is a lookup and counts nothing, so a tied head counts once, on the rows it runs on.
@@ -46,16 +46,22 @@ class ModelFlops:
     blocks: int  # weights in the matrix products of all blocks
     head: int  # hidden x vocabulary
     attention: int  # layers x heads x head size
+    frozen_blocks: int = 0  # of `blocks`, the weights beside adapters: they have no gradient
+    frozen_head: int = 0
 
     @classmethod
     def of(cls, blocks: Iterable[nn.Module], head: Tensor, *, layers: int, heads: int, head_dim: int) -> ModelFlops:
-        weights = sum(p.numel() for block in blocks for p in block.parameters() if p.dim() >= 2)
-        return cls(weights, head.numel(), layers * heads * head_dim)
+        matrices = [p for block in blocks for p in block.parameters() if p.dim() >= 2]
+        weights = sum(p.numel() for p in matrices)
+        frozen = sum(p.numel() for p in matrices if not p.requires_grad)
+        frozen_head = 0 if head.requires_grad else head.numel()
+        return cls(weights, head.numel(), layers * heads * head_dim, frozen, frozen_head)
 
     def training(self, lengths: Sequence[int], head_rows: int) -> float:
         """FLOP of one forward and backward. lengths: tokens of each sequence as packed; head_rows: of all of them."""
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
-        return 6.0 * (tokens * self.blocks + head_rows * self.head + squares * self.attention)
+        whole = 6.0 * (tokens * self.blocks + head_rows * self.head + squares * self.attention)
+        return whole - 2.0 * (tokens * self.frozen_blocks + head_rows * self.frozen_head)
 
 
 def peak_flops(device_name: str, stated_tflops: float | None, dtype: str) -> float | None:

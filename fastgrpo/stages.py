@@ -22,7 +22,17 @@ from fastgrpo import console, hub
 from fastgrpo.algorithm.kl_control import KlController
 from fastgrpo.batch.mini_batches import MiniBatch, Share
 from fastgrpo.checkpoint import Identity, identify
-from fastgrpo.config import Dtype, Layout, RunConfig, check, check_model, compute_dtype, needs_reference, total_steps
+from fastgrpo.config import (
+    Dtype,
+    Layout,
+    RunConfig,
+    check,
+    check_model,
+    compute_dtype,
+    loads_reference,
+    needs_reference,
+    total_steps,
+)
 from fastgrpo.data.order import PromptOrder
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
@@ -31,6 +41,7 @@ from fastgrpo.launch import count_gpus, resolve_device
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
+from fastgrpo.policy.lora import Lora, require_peft
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo.policy.work import model_flops, sequence_cost
@@ -91,6 +102,8 @@ def build_stages(
     )
     device_type = resolve_device(config, count_gpus())
     engine_dtype(config, device_type)
+    if config.model.lora_rank:
+        require_peft()
     rewards = build_rewards(config.reward, reward, max_response_length=config.data.max_response_length)
     model_dir = hub.resolve_model(config.model.path)
     ref_dir = hub.resolve_model(config.ref.path, option="ref.path") if config.ref.path else model_dir
@@ -116,7 +129,9 @@ def build_stages(
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
     torch.manual_seed(seed)
     policy = _build_policy(config, model_dir, mesh, trainable=True)
-    reference = _build_policy(config, ref_dir, mesh, trainable=False) if needs_reference(config) else None
+    reference = policy.base if needs_reference(config) else None
+    if loads_reference(config):
+        reference = _build_policy(config, ref_dir, mesh, trainable=False)
     actor = Actor(policy, reference, config, steps * layout.updates_per_step)
     if mesh.tp_rank == 0:  # the ranks that score
         rewards.load(mesh.device)
@@ -170,7 +185,7 @@ def _kl_controller(config: RunConfig) -> KlController:
 
 def _sizes(config: RunConfig, model_dir: Path, ref_dir: Path) -> Sizes:
     trust = config.model.trust_remote_code
-    reference = read_sizes(ref_dir, trust_remote_code=trust) if needs_reference(config) else None
+    reference = read_sizes(ref_dir, trust_remote_code=trust) if loads_reference(config) else None
     return Sizes(read_sizes(model_dir, trust_remote_code=trust), reference)
 
 
@@ -225,7 +240,16 @@ def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: boo
         offload_policy=bool(offload_policy),
         use_liger=actor.use_liger,
         trust_remote_code=config.model.trust_remote_code,
+        lora=lora_of(config) if trainable else None,
     )
+
+
+def lora_of(config: RunConfig) -> Lora | None:
+    model = config.model
+    if not model.lora_rank:
+        return None
+    base = str(Path(model.path).absolute()) if Path(model.path).is_dir() else model.path
+    return Lora(model.lora_rank, model.lora_alpha, tuple(model.target_modules), config.trainer.seed, base)
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_scoring_batches
-from fastgrpo.checkpoint import Stateful, save_model
+from fastgrpo.checkpoint import Stateful, save_trained
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
@@ -91,7 +91,8 @@ class Trainer:
                     break
                 session.report.step(self.step(), self._rows)
             if self.config.trainer.save_final:
-                save_model(s.actor.policy, s.tokenizer, session.report.folder / "model", s.mesh)
+                merged = self.config.trainer.save_merged
+                save_trained(s.actor.policy, s.tokenizer, session.report.folder, s.mesh, merged=merged)
         self.close()
 
     def step(self) -> StepRecord:

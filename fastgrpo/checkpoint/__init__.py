@@ -11,7 +11,7 @@ A part of the run that has state besides masters and optimizer is `Stateful`, an
 
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
-from fastgrpo.checkpoint.model import save_model
+from fastgrpo.checkpoint.model import save_model, save_trained
 from fastgrpo.checkpoint.restore import Stateful, restore
 from fastgrpo.checkpoint.resume import CHECKPOINTS, FINISHED, Start, check_resume, find_start
 from fastgrpo.checkpoint.saver import Saver
@@ -29,4 +29,5 @@ __all__ = [
     "identify",
     "restore",
     "save_model",
+    "save_trained",
 ]

@@ -1,33 +1,71 @@
-"""The trained model as an ordinary Hugging Face folder, which transformers and vLLM load as it is.
+"""The trained model as a folder that other programs load as it is: `model/`, an ordinary Hugging Face folder, or with
+adapters `adapter/`, which peft loads, and on demand `model/` with the adapters merged in.
 
 Written aside and renamed when complete, so a folder that exists is whole. A run cannot be resumed from one: it holds
-rounded weights and no optimizer.
+no optimizer, and model/ rounded weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.mesh import Mesh
+from fastgrpo.policy.lora import full_adapters, save_adapter
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.weights import save_folder
 
+MODEL, ADAPTER = "model", "adapter"
+
+
+def save_trained(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, mesh: Mesh, *, merged: bool = False
+) -> None:
+    """What was trained, into `folder`, with the tokenizer, which carries the chat template that the run used;
+    `merged`: of adapters the merged model, too. A collective; rank 0 writes. What it cannot write raises on every rank.
+    """
+    if policy.lora is None or merged:
+        save_model(policy, tokenizer, folder / MODEL, mesh)
+    if policy.lora is not None:
+        tensors = full_adapters(policy.module, policy.device)
+        _saved(mesh, folder / ADAPTER, tensors, lambda: write_trained(folder, policy, tensors, tokenizer))
+
 
 def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path, mesh: Mesh) -> None:
-    """A collective; rank 0 writes. Weights in the dtype that the checkpoint came in. The tokenizer carries the chat
-    template that the run used. What rank 0 cannot write raises on every rank."""
+    """The whole model, adapters merged in, in the dtype that the checkpoint came in; otherwise as `save_trained`."""
     tensors = policy.export()
+    _saved(mesh, folder, tensors, lambda: _write_model(folder, policy, tensors, tokenizer))
+
+
+def write_trained(
+    folder: Path, policy: Policy, tensors: Iterator[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """By one rank alone. `tensors`: of policy.trained_names, whole, under the names of the folder."""
+    if policy.lora is None:
+        _write_model(folder / MODEL, policy, tensors, tokenizer)
+    else:
+        held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+        save_adapter(folder / ADAPTER, policy.lora, held, tokenizer.save_pretrained)
+
+
+def _write_model(
+    folder: Path, policy: Policy, tensors: Iterator[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    save_folder(folder, policy.folder, tensors, policy.stored_dtype, extra=tokenizer.save_pretrained)
+
+
+def _saved(mesh: Mesh, folder: Path, tensors: Iterator[tuple[str, Tensor]], write: Callable[[], None]) -> None:
     failure: Exception | None = None
     try:
-        save_folder(
-            folder, policy.folder, tensors, policy.stored_dtype, write=mesh.is_main, extra=tokenizer.save_pretrained
-        )
+        if mesh.is_main:
+            write()
     except Exception as error:
         failure = error
-        for _ in tensors:  # the other ranks go on gathering
-            pass
+    for _ in tensors:  # on the ranks that do not write, and where writing failed: the others go on gathering
+        pass
     others = mesh.broadcast(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure

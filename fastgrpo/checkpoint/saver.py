@@ -33,12 +33,14 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.checkpoint import host_memory
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
 from fastgrpo.checkpoint.folders import Manifest, commit, retire, step_folder
+from fastgrpo.checkpoint.model import write_trained
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
     copy_to_host,
     full_masters,
     local,
     plan_files,
+    trained_parameters,
     training_tensors,
     write_index,
     write_shard,
@@ -46,7 +48,6 @@ from fastgrpo.checkpoint.tensors import (
 from fastgrpo.config import TrainerConfig
 from fastgrpo.mesh import Mesh, Store, open_store
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.weights import save_folder
 
 log = logging.getLogger("fastgrpo")
 
@@ -179,10 +180,9 @@ class Saver:
             )
 
     def _model_bytes(self) -> int:
-        return (
-            sum(parameter.numel() for parameter in self._policy.module.parameters())
-            * self._policy.stored_dtype.itemsize
-        )
+        parameters = trained_parameters(self._policy.module)
+        width = 4 if self._policy.lora else self._policy.stored_dtype.itemsize
+        return sum(parameter.numel() for _, parameter in parameters) * width
 
     # Writer thread ---------------------------------------------------------------------------------------------------
 
@@ -230,14 +230,7 @@ class Saver:
         assert job.metadata is not None
         policy, state = self._policy, job.part / "state"
         write_index(state, job.metadata, results)
-        save_folder(
-            job.part / "model",
-            policy.folder,
-            full_masters(state, policy.names),
-            policy.stored_dtype,
-            write=True,
-            extra=self._tokenizer.save_pretrained,
-        )
+        write_trained(job.part, policy, full_masters(state, policy.trained_names), self._tokenizer)
         folder = commit(job.part, job.manifest)
         log.info("checkpoint %s", folder)
         best = str(self._config.best_mode) if self._config.best_metric else None

@@ -26,13 +26,18 @@ _READ_BYTES = 1 << 30  # full tensors that are read back at a time
 
 
 def training_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Masters and what the optimizer holds of each (nothing before its first step), as they are, not copied."""
+    """Masters and what the optimizer holds of each (nothing before its first step), as they are, not copied. What is
+    frozen beside adapters is in the model's own folder."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained_parameters(module):
         tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
+
+
+def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -98,7 +103,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], metadata: Metadata) -
 def restore_tensors(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Masters and optimizer state in place; state that the optimizer has not made yet is made first."""
     metadata = read_index(folder)
-    for name, parameter in module.named_parameters():
+    for name, parameter in trained_parameters(module):
         prefix = f"optimizer.{name}."
         stored = {
             key.removeprefix(prefix): entry

@@ -47,6 +47,7 @@ from fastgrpo.config.schema import (
     Truncation,
     ValidationSampling,
     compute_dtype,
+    loads_reference,
     needs_reference,
     uses_reference,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "check_model",
     "compute_dtype",
     "leaves",
+    "loads_reference",
     "needs_reference",
     "option_keys",
     "to_document",

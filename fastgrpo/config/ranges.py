@@ -18,6 +18,7 @@ AT_LEAST_1 = (
     "data.arithmetic.train_size",
     "data.arithmetic.val_size",
     "reward.num_workers",
+    "model.lora_alpha",
     "rollout.n",
     "rollout.tensor_model_parallel_size",
     "rollout.max_model_len",
@@ -40,6 +41,7 @@ AT_LEAST_1 = (
     "trainer.shutdown_timeout_s",
 )
 AT_LEAST_0 = (
+    "model.lora_rank",
     "rollout.val_kwargs.temperature",
     "actor.clip_ratio_low",
     "actor.clip_ratio_high",

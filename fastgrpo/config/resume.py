@@ -49,7 +49,8 @@ FREE = (
 )
 IDENTITY = ("model.", "ref.path", "data.")  # but for what FIXED holds
 FIXED = ("data.train_batch_size", "data.shuffle", "trainer.seed")
-COMPARED = ("data.max_response_length",)  # of the rest, though an entry above would cover it
+# of the rest, though an entry above would cover them
+COMPARED = ("data.max_response_length", "model.lora_rank", "model.lora_alpha", "model.target_modules")
 
 
 def resume_is_readable(c: RunConfig, layout: Layout) -> Iterator[str]:

@@ -41,6 +41,7 @@ from fastgrpo.config.batch_rules import (
 )
 from fastgrpo.config.build import type_mistakes
 from fastgrpo.config.layout import Layout
+from fastgrpo.config.lora_rules import lora_reference_is_the_base, lora_targets_are_inner, merged_folder_has_adapters
 from fastgrpo.config.ranges import numbers_in_range
 from fastgrpo.config.resume import resume_is_readable
 from fastgrpo.config.reward_rules import (
@@ -150,6 +151,9 @@ RULES: tuple[Rule, ...] = (
     resume_is_readable,
     engine_name_has_a_known_form,
     graph_sizes_are_used,
+    lora_targets_are_inner,
+    lora_reference_is_the_base,
+    merged_folder_has_adapters,
     mini_batch_divides_batch,
     micro_batch_within_mini_batch,
     group_has_two_samples,

@@ -55,6 +55,10 @@ class ModelConfig:
     tokenizer_path: str | None = None  # defaults to `path`
     chat_template: str | None = None  # Jinja file, or `plain` for base models that bring none; default: the tokenizer's
     trust_remote_code: bool = False  # run code that comes with the checkpoint
+    lora_rank: int = 0  # of the adapters that are trained instead of the model; 0 = none, all weights are trained
+    lora_alpha: int = 16  # the adapters' product counts lora_alpha / lora_rank times
+    # the linear layers that get adapters, by the ends of their names; all-linear: all of them but the output layer
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -254,7 +258,8 @@ class TrainerConfig:
     resume_allow: list[str] = field(default_factory=list)  # options that may differ from those of the resumed run
     deterministic: bool = False  # torch's deterministic algorithms: repeats bit for bit on the same layout, slower
     shutdown_timeout_s: int = 120  # seconds from a signal to the end of the save it asks for
-    save_final: bool = True  # a Hugging Face folder of the trained model at the end
+    save_final: bool = True  # a Hugging Face folder of the trained model at the end; with adapters, peft's of those
+    save_merged: bool = False  # with adapters: at the end a Hugging Face folder, too, with the adapters merged in
     test_freq: int = -1  # steps; -1 = only before and after
     val_before_train: bool = True
     peak_tflops: float | None = None  # 1e12 FLOP/s of one GPU, for perf/mfu; default: bfloat16's, by the GPU's name
@@ -277,6 +282,11 @@ def needs_reference(config: RunConfig) -> bool:
     """Whether a reference policy must be in memory: for the KL in the loss, or in the reward."""
     in_reward = config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef != 0
     return uses_reference(config.actor) or in_reward
+
+
+def loads_reference(config: RunConfig) -> bool:
+    """Whether the reference is a model of its own. With adapters it is the policy without them."""
+    return needs_reference(config) and not (config.model.lora_rank and config.ref.path is None)
 
 
 def uses_reference(actor: ActorConfig) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastgrpo import console, hub, launch
 from fastgrpo.compose import list_experiments, read_config
-from fastgrpo.config import Layout, RunConfig, check, check_model, needs_reference
+from fastgrpo.config import Layout, RunConfig, check, check_model, loads_reference
 from fastgrpo.errors import UserError
 from fastgrpo.plan.choose import Plan
 from fastgrpo.plan.constants import CARDS_GIB, GIB
@@ -92,7 +92,7 @@ def _read(config: RunConfig, shapes: Path | None) -> tuple[Sizes, Layout]:
     trust = config.model.trust_remote_code
     model = _model(config.model.path, "model.path", shapes, trust)
     reference: ModelSizes | None = None
-    if needs_reference(config):
+    if loads_reference(config):
         reference = _model(config.ref.path, "ref.path", shapes, trust) if config.ref.path else model
     check_model(
         config,

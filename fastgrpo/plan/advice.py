@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from fastgrpo.config import Layout, RunConfig, needs_reference
+from fastgrpo.config import Layout, RunConfig, loads_reference
 from fastgrpo.plan import constants as k
 from fastgrpo.plan.choose import Plan, budgets, cost
 from fastgrpo.plan.job import Sizes
@@ -63,7 +63,7 @@ def changes(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -> 
         if attrgetter(key)(config) in (value, None):
             continue
         changed = with_option(config, key, value)
-        models = sizes if needs_reference(changed) else replace(sizes, reference=None)
+        models = sizes if loads_reference(changed) else replace(sizes, reference=None)
         world = value if kind == MORE_GPUS else layout.world
         after = Layout.of(changed, world, value if kind == MORE_GPUS else layout.ranks_per_node)
         yield Change(key, value, kind, make_plan(changed, models, after, gpu_bytes))

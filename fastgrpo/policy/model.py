@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,16 @@ from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy import attention, liger
 from fastgrpo.policy.head import Head, OutputLayer
+from fastgrpo.policy.lora import (
+    Lora,
+    adapter_names,
+    adapters_off,
+    add_adapters,
+    init_adapters,
+    is_adapter,
+    merged,
+    renamed,
+)
 from fastgrpo.policy.mlp_slices import slice_mlps
 from fastgrpo.policy.weights import full_tensors, load_shards, map_checkpoint
 
@@ -63,6 +74,18 @@ class Policy:
     device: torch.device
     backend: attention.Backend
     sp_group: dist.ProcessGroup | None
+    lora: Lora | None = None
+    adapters: bool = True  # false: computes as the base, without the adapters
+
+    @property
+    def base(self) -> Policy:
+        """The same module with its adapters off: the reference policy of a run with adapters."""
+        return replace(self, adapters=False)
+
+    @property
+    def trained_names(self) -> dict[str, str]:
+        """Every parameter that is trained -> its name in the folder that training leaves."""
+        return self.names if self.lora is None else adapter_names(self.module)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -71,7 +94,8 @@ class Policy:
     def run(self, batch: ShardedBatch, head: Head) -> Any:
         """`batch` on the CPU. A collective over all ranks, also for a rank without rows."""
         packing = attention.make_packing(batch.cu_seqlens, batch.max_seqlen, self.backend, self.sp_group, self.device)
-        return self.module(batch.to(self.device), packing, head)
+        with nullcontext() if self.adapters else adapters_off(self.module):
+            return self.module(batch.to(self.device), packing, head)
 
     @torch.no_grad()
     def score(self, batch: ShardedBatch, head: Head) -> Any:
@@ -82,9 +106,10 @@ class Policy:
         return out
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under their checkpoint names, a block at a time (a collective; see weights.full_tensors)."""
+        """Full tensors under their checkpoint names, a block at a time (a collective; see weights.full_tensors), with
+        adapters merged in."""
         assert isinstance(self.module, FSDPModule)
-        return full_tensors(self.module, self.names)
+        return full_tensors(self.module, self.names, None if self.lora is None else merged)
 
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
@@ -105,12 +130,17 @@ def build_policy(
     offload_policy: bool = False,
     use_liger: bool = False,
     trust_remote_code: bool = False,
+    lora: Lora | None = None,
 ) -> Policy:
-    """Build from a Hugging Face folder into shards. `dtype` is the compute dtype; masters are float32 when `trainable`,
-    else `dtype` itself. Raises UserError when the folder or the model class does not fit."""
+    """Build from a Hugging Face folder into shards. `dtype` is the compute dtype; masters of what is trained (with
+    `lora`, the adapters alone) are float32, everything else is `dtype` itself. Raises UserError when the folder or the
+    model class does not fit."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    lm = _meta_model(config, torch.float32 if trainable else dtype, trust_remote_code)
+    lm = _meta_model(config, torch.float32 if trainable and lora is None else dtype, trust_remote_code)
     checkpoint_map = map_checkpoint(lm, folder)
+    if lora is not None:
+        adapted = add_adapters(lm, lora)
+        checkpoint_map = checkpoint_map.renamed(lambda name: renamed(name, adapted))
     if use_liger and mesh.device.type == "cuda" and liger.is_installed():
         liger.use_liger_modules(lm)
     if mlp_slices > 1:
@@ -118,15 +148,19 @@ def build_policy(
     if gradient_checkpointing and trainable:
         _checkpoint_blocks(lm, gradient_checkpointing, offload=activation_offload, pin=mesh.device.type == "cuda")
     backend = attention.choose_backend(attention_backend, mesh.device, dtype)
-    module = PolicyModule(lm).requires_grad_(trainable).train(trainable)
+    module = PolicyModule(lm).train(trainable)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable and (lora is None or is_adapter(name)))
     shard(module, mesh, dtype, reshard_after_forward=reshard_after_forward, offload_policy=offload_policy)
     module.to_empty(device="cpu" if offload_policy else mesh.device)
     restore_buffers(lm, mesh.device)
     load_shards(lm, checkpoint_map)
+    if lora is not None:
+        init_adapters(lm, lora.seed)
     names = {f"lm.{name}": key for name, key in checkpoint_map.names.items()}
     sp_group = mesh.sp_group if mesh.sp > 1 else None
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return Policy(module, folder, names, stored_dtype, mesh.device, backend, sp_group)
+    return Policy(module, folder, names, stored_dtype, mesh.device, backend, sp_group, lora)
 
 
 def _meta_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -28,9 +28,9 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """No weight decay on vectors (norms, biases): they are not what decay is meant to shrink."""
+    """Of what is trained. No weight decay on vectors (norms, biases): they are not what decay is meant to shrink."""
     matrices, vectors = [], []
-    for parameter in parameters:
+    for parameter in (parameter for parameter in parameters if parameter.requires_grad):
         (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class CheckpointMap:
 
     names: dict[str, str]
     files: dict[str, Path]
+
+    def renamed(self, new_name: Callable[[str], str]) -> CheckpointMap:
+        """The same for a model whose parameters have got other names."""
+        return CheckpointMap({new_name(name): key for name, key in self.names.items()}, self.files)
 
 
 def map_checkpoint(model: PreTrainedModel, folder: Path) -> CheckpointMap:
@@ -116,17 +121,26 @@ def load_shards(model: nn.Module, checkpoint: CheckpointMap) -> None:
                 if not isinstance(parameter, DTensor):
                     parameter.copy_(source[:] if shape else source[...])
                     continue
-                local_shape, offset = compute_local_shape_and_global_offset(
-                    shape, parameter.device_mesh, parameter.placements
-                )
-                rows = slice(offset[0], offset[0] + local_shape[0]) if local_shape else slice(None)
-                if 0 not in local_shape:
-                    parameter.to_local().copy_(source[rows])
+                if 0 not in parameter.to_local().shape:
+                    parameter.to_local().copy_(source[local_rows(parameter)])
 
 
-def full_tensors(root: FSDPModule, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """(checkpoint name, full tensor in the compute dtype), one FSDP unit at a time. A collective: every rank iterates
-    to the end. A tensor is valid only until the next is asked for. Tied parameters come once."""
+def local_rows(parameter: Tensor) -> slice:
+    """The rows of a parameter that this rank holds."""
+    if not isinstance(parameter, DTensor) or not parameter.ndim:
+        return slice(None)
+    local_shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return slice(offset[0], offset[0] + local_shape[0])
+
+
+def full_tensors(
+    root: FSDPModule, names: dict[str, str], value: Callable[[nn.Module, str, str, Tensor], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, full tensor in the compute dtype) of the parameters in `names`, one FSDP unit at a time. A
+    collective: every rank iterates to the end. A tensor is valid only until the next is asked for. Tied parameters
+    come once. `value(unit, name in it, checkpoint name, parameter)` stands for the parameter, where it is given."""
     assert isinstance(root, nn.Module)
     units = {name: module for name, module in root.named_modules() if isinstance(module, FSDPModule)}
     for unit_name, unit in units.items():
@@ -140,8 +154,9 @@ def full_tensors(root: FSDPModule, names: dict[str, str]) -> Iterator[tuple[str,
         assert isinstance(unit, nn.Module)
         for name, parameter in unit.named_parameters():
             full_name = prefix + name
-            if not full_name.startswith(inner):
-                yield names[full_name], parameter.detach()
+            if full_name in names and not full_name.startswith(inner):
+                key, tensor = names[full_name], parameter.detach()
+                yield key, tensor if value is None else value(unit, name, key, tensor)
         unit.reshard()
 
 
@@ -151,18 +166,11 @@ def save_folder(
     tensors: Iterator[tuple[str, Tensor]],
     dtype: torch.dtype,
     *,
-    write: bool,
     extra: Callable[[Path], object],
 ) -> None:
     """Write a Hugging Face folder: weights in `dtype`, everything else copied from the `source` folder, then what
-    `extra` writes into it.
-
-    A collective over the iterator; only the rank with `write` writes, first to `folder`.part, renamed when complete.
-    """
-    part = folder.with_name(folder.name + ".part")
-    if write:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+    `extra` writes into it. Written aside and renamed when complete; one rank writes."""
+    part = _fresh(folder)
     files: dict[str, str] = {}
     held: dict[str, Tensor] = {}
     total, held_bytes, number = 0, 0, 1
@@ -174,16 +182,12 @@ def save_folder(
         held.clear()
 
     for name, tensor in tensors:
-        if not write:
-            continue
         held[name] = tensor.to("cpu", dtype, copy=True)
         size = held[name].nbytes
         total, held_bytes = total + size, held_bytes + size
         if held_bytes >= _SHARD_BYTES:
             flush()
             number, held_bytes = number + 1, 0
-    if not write:
-        return
     if held:
         flush()
     if len(set(files.values())) == 1:
@@ -195,6 +199,25 @@ def save_folder(
         if path.is_file() and path.suffix in _COPIED and "safetensors" not in path.name:
             shutil.copy(path, part)
     extra(part)
+    _complete(part, folder)
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """A fresh folder `folder`.part, which becomes `folder` when the block ends well."""
+    part = _fresh(folder)
+    yield part
+    _complete(part, folder)
+
+
+def _fresh(folder: Path) -> Path:
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    return part
+
+
+def _complete(part: Path, folder: Path) -> None:
     for path in part.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

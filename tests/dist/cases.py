@@ -22,7 +22,9 @@ from fastgrpo.config import RunConfig
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor, uses_reference
+from fastgrpo.policy.lora import is_adapter
 from fastgrpo.policy.model import Policy, build_policy
+from fastgrpo.policy.weights import local_rows
 from fastgrpo.records import Rollout
 
 
@@ -132,7 +134,16 @@ def full_weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def full_gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: full(parameter.grad) for name, parameter in policy.module.named_parameters()}
+    return {name: full(parameter.grad) for name, parameter in policy.module.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def stir_adapters(policy: Policy) -> None:
+    """Off their start, where B is 0, so that each adapter shows; the same on any number of ranks."""
+    for number, (name, parameter) in enumerate(policy.module.named_parameters()):
+        if is_adapter(name):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.to_local().add_(0.1 * noise[local_rows(parameter)])
 
 
 class GradientReader(torch.optim.Optimizer):
@@ -164,7 +175,8 @@ def one_update(
     mesh = mesh or build_mesh("cpu", sp=sp, tp=1, replicas=replicas)
     config = config or parity_config()
     policy = policy_of(folder, mesh, **options)
-    reference = policy_of(folder, mesh, trainable=False)
+    reference = policy_of(folder, mesh, trainable=False) if policy.lora is None else policy.base
+    stir_adapters(policy)
     with torch.no_grad():  # off the reference, so that the KL term has a gradient
         for parameter in policy.module.parameters():
             parameter.mul_(1.05)

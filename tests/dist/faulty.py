@@ -57,7 +57,7 @@ def die_before_the_final_model() -> None:
 
     save = saver.Saver.save
     saver.Saver.save = lambda self, manifest, state, wait: save(self, manifest, state, wait=True)
-    _before(trainer, "save_model", _die_at(1))
+    _before(trainer, "save_trained", _die_at(1))
 
 
 def stop_after_each_step() -> None:

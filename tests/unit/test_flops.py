@@ -44,6 +44,18 @@ def test_the_reference_step_by_hand():
     assert flops.training([], 0) == 0
 
 
+def test_frozen_weights_have_no_gradient_to_be_computed():
+    lm = LlamaForCausalLM(LlamaConfig(vocab_size=517, attn_implementation="eager", **SHAPE)).requires_grad_(False)
+    sizes = dict(layers=3, heads=4, head_dim=16)
+    frozen = ModelFlops.of(lm.model.layers, lm.lm_head.weight, **sizes)
+    assert (frozen.frozen_blocks, frozen.frozen_head) == (frozen.blocks, frozen.head)
+    attention = 6 * 10**2 * frozen.attention
+    assert frozen.training([10], 5) == 4 * (10 * frozen.blocks + 5 * frozen.head) + attention
+    lm.model.layers[0].mlp.requires_grad_(True)
+    half = ModelFlops.of(lm.model.layers, lm.lm_head.weight, **sizes)
+    assert half.training([10], 5) - frozen.training([10], 5) == 2 * 10 * 3 * 64 * 96
+
+
 def test_attention_grows_with_the_square():
     only_attention = ModelFlops(0, 0, 10)
     assert only_attention.training([100], 0) == 6 * 10 * 100**2 == 4 * only_attention.training([50], 0)
