@@ -4,8 +4,8 @@ Run by test_triton_forms.py in a process of its own, or by hand:
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreted_forms.py
 
-The interpreter rounds to bf16 by truncation and cannot multiply bf16, so that operands are fp32 here; test_triton_gpu.py
-has the real ones.
+The interpreter rounds to bf16 by truncation and cannot multiply bf16, so that operands are fp32 here.
+test_triton_gpu.py has the real ones.
 """
 
 from __future__ import annotations
