@@ -13,6 +13,7 @@ MIB = 1 << 20
 MASTER = 4  # bytes of a parameter: masters, gradients and both AdamW moments are float32 (policy/model.py, optim.py)
 ADAMW_STATES = 2
 REDUCED = 4  # bytes of a gradient on its way through the reduce-scatter (reduce_dtype float32)
+MERGING = 12  # bytes of a merged weight: float32 of the base and of the sum, the noise of its rounding (policy/lora.py)
 # Whole blocks that live at once with reshard_after_forward. One rank copies its shard, and that is all; with several
 # the next block is gathered while one computes, into a flat buffer that is copied out (FSDP2's implicit prefetch).
 GATHERED_BLOCKS_ALONE = 1

@@ -5,6 +5,7 @@ RunConfig, Layout, Sizes  -->  Job (what is given)  +  Settings (what the plan m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastgrpo.config import Dtype, HeadImpl, Layout, RunConfig, compute_dtype
@@ -66,6 +67,8 @@ class Job:
     graphs: bool
     engine_copy: bool  # sleep level 1: the sleeping engine's weights lie in host memory
     fixed_kv_bytes: int | None  # rollout.kv_cache_gib
+    lora_rank: int = 0
+    adapted: tuple[tuple[int, int], ...] = ()  # inputs and outputs of each linear layer of a block that has adapters
 
     @classmethod
     def of(cls, config: RunConfig, sizes: Sizes, layout: Layout) -> Job:
@@ -100,9 +103,54 @@ class Job:
             graphs=not rollout.enforce_eager,
             engine_copy=rollout.sleep_level == 1,
             fixed_kv_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * (1 << 30)),
+            lora_rank=config.model.lora_rank,
+            adapted=adapted_layers(config.model.target_modules, sizes.model) if config.model.lora_rank else (),
         )
+
+    @property
+    def block_trained(self) -> int:
+        """Parameters of a block that have a master, a gradient and AdamW's moments."""
+        if not self.lora_rank:
+            return self.model.block_parameters
+        return self.lora_rank * sum(inputs + outputs for inputs, outputs in self.adapted)
+
+    @property
+    def outer_trained(self) -> int:
+        return 0 if self.lora_rank else self.model.outer_parameters
+
+    @property
+    def trained(self) -> int:
+        return self.model.layers * self.block_trained + self.outer_trained
+
+    @property
+    def frozen(self) -> int:
+        """Parameters beside adapters, in the compute dtype."""
+        return self.model.parameters if self.lora_rank else 0
+
+    @property
+    def block_whole(self) -> int:
+        """Parameters that are gathered for a block."""
+        return self.model.block_parameters + (self.block_trained if self.lora_rank else 0)
 
     @property
     def least_budget(self) -> int:
         """Tokens a rank, so that the longest sequence fits into a row."""
         return -(-self.longest // self.sp)
+
+
+def adapted_layers(targets: Sequence[str], model: ModelSizes) -> tuple[tuple[int, int], ...]:
+    """Inputs and outputs of the linear layers of a block that `model.target_modules` names. A name that is not one of
+    the seven usual ones counts as the widest of them."""
+    hidden, inner, q, kv = model.hidden, model.intermediate, model.query_width, model.kv_width
+    layers = {
+        "q_proj": (hidden, q),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (q, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+    if list(targets) == ["all-linear"]:
+        return tuple(layers.values())
+    return tuple(layers.get(target.rpartition(".")[2], (hidden, inner)) for target in targets)

@@ -44,13 +44,14 @@ def training_moments(job: Job, settings: Settings) -> list[Peak]:
     """Every moment that the training phase of this job has."""
     state = [
         ("masters and AdamW", trainer_state(job, settings)),
+        ("frozen weights", frozen_state(job, settings)),
         ("reference", reference_state(job, settings)),
     ]
     with_gradients = [*state, ("gradients", gradient_shards(job, settings))]
     moments = [
         Peak("head", (*with_gradients, *_at_head(job, settings))),
         Peak("backward", (*with_gradients, *_at_backward(job, settings))),
-        Peak("outer", (*with_gradients, ("gradients being reduced", _reduced(job, job.model.outer_parameters)))),
+        Peak("outer", (*with_gradients, ("gradients being reduced", _reduced(job, job.outer_trained)))),
     ]
     if job.reference is not None:
         moments.append(Peak("scoring", (*state, *_at_scoring(job, settings, job.reference))))
@@ -58,13 +59,18 @@ def training_moments(job: Job, settings: Settings) -> list[Peak]:
 
 
 def trainer_state(job: Job, settings: Settings) -> int:
-    """Masters and both moments of AdamW on the device, 12 P / S."""
-    return 0 if settings.offload_policy else _sharded(job, k.MASTER * (1 + k.ADAMW_STATES) * job.model.parameters)
+    """Masters and both moments of AdamW on the device, 12 P / S of what is trained."""
+    return 0 if settings.offload_policy else _sharded(job, k.MASTER * (1 + k.ADAMW_STATES) * job.trained)
+
+
+def frozen_state(job: Job, settings: Settings) -> int:
+    """The model beside its adapters: c P / S. Neither gradients nor moments."""
+    return 0 if settings.offload_policy else _sharded(job, job.compute_width * job.frozen)
 
 
 def gradient_shards(job: Job, settings: Settings) -> int:
     """4 P / S, from the first backward to the update. With offload_policy each leaves for the host as it is made."""
-    return 0 if settings.offload_policy else _sharded(job, k.MASTER * job.model.parameters)
+    return 0 if settings.offload_policy else _sharded(job, k.MASTER * job.trained)
 
 
 def reference_state(job: Job, settings: Settings) -> int:
@@ -78,7 +84,7 @@ def _at_head(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
     in_flight = 1 if job.shard > 1 else 0  # the last block's gathering buffer
     blocks = in_flight if settings.reshard_after_forward else model.layers
     return (
-        ("gathered weights", job.compute_width * (model.outer_parameters + blocks * model.block_parameters)),
+        ("gathered weights", job.compute_width * (model.outer_parameters + blocks * job.block_whole)),
         ("activations", kept_activations(job, settings)),
         ("head", head_bytes(job, tokens, settings.head_chunk_bytes)),
     )
@@ -94,11 +100,11 @@ def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
     own_input = c * model.hidden  # kept already
     recomputed = block_activations(job, settings) - own_input if every and not whole_behind else 0
     return (
-        ("gathered weights", c * (model.outer_parameters + blocks * model.block_parameters)),
+        ("gathered weights", c * (model.outer_parameters + blocks * job.block_whole)),
         ("activations", kept_activations(job, settings)),
         ("a block's backward", tokens * recomputed + backward_scratch(job, settings)),
-        ("gradients being reduced", (c + k.REDUCED) * model.block_parameters),  # its own, the block's before it
-        ("head's gradient", c * model.head_parameters),
+        ("gradients being reduced", (c + k.REDUCED) * job.block_trained),  # its own, the block's before it
+        ("head's gradient", 0 if job.lora_rank else c * model.head_parameters),
     )
 
 
@@ -140,14 +146,17 @@ def block_activations(job: Job, settings: Settings) -> int:
     mlp = _mlp_activations(job) if settings.mlp_slices == 1 else 0
     heads = _norm_activations(job, q + kv) - c * (q + kv) if model.normed_heads else 0  # their outputs are q and k
     softmax_sums = 4 * model.heads
+    attention += job.lora_rank * len(job.adapted)  # each A x
     return 2 * _norm_activations(job, model.hidden) + c * attention + mlp + heads + softmax_sums
 
 
 def _norm_activations(job: Job, width: int) -> int:
-    """Bytes a token of an RMSNorm over `width`: input and output; transformers' own keeps its float32 input and the
-    normed value before the weight."""
+    """Bytes a token of an RMSNorm over `width`: input and output; transformers' own keeps its float32 input and, for
+    the weight's gradient, the normed value before the weight."""
     c = job.compute_width
-    return 2 * c * width if job.liger else (4 + 2 * c) * width
+    if job.liger:
+        return 2 * c * width
+    return (4 + (1 if job.lora_rank else 2) * c) * width
 
 
 def _mlp_activations(job: Job) -> int:
@@ -158,14 +167,16 @@ def _mlp_activations(job: Job) -> int:
 def backward_scratch(job: Job, settings: Settings) -> int:
     """Bytes that the widest point of a block's backward, its MLP, adds to the block's activations: gradients of
     product, gate and up, with the product freed (liger writes the last two over their values), and of the hidden
-    states. Of a sliced MLP: one slice with its inside, and the weights' gradients summed in float32."""
+    states. Beside frozen weights one gradient of the inside less is alive (seen on the CPU). Of a sliced MLP: one slice
+    with its inside, and the weights' gradients summed in float32."""
     model, c, tokens = job.model, job.compute_width, row_tokens(job, settings)
-    inside = c * (1 if job.liger else 2) * model.intermediate
+    inside = c * (1 if job.liger or job.lora_rank else 2) * model.intermediate
     hidden = 2 * c * model.hidden * tokens
     if settings.mlp_slices == 1:
         return inside * tokens + hidden
     part = -(-tokens // settings.mlp_slices)
-    return hidden + part * (inside + _mlp_activations(job)) + k.REDUCED * model.mlp_parameters
+    summed = min(model.mlp_parameters, job.block_trained)
+    return hidden + part * (inside + _mlp_activations(job)) + k.REDUCED * summed
 
 
 def chunk_rows(vocab: int, chunk_bytes: int, rows: int) -> int:
@@ -179,6 +190,8 @@ def head_bytes(job: Job, rows: int, chunk_bytes: int) -> int:
     and the larger of its working buffers and, in the backward, that gradient's copy in the compute dtype."""
     model, c = job.model, job.compute_width
     working = (_reference_buffers if job.reference_head else _kernel_buffers)(job, rows, chunk_bytes)
+    if job.lora_rank:  # a frozen head
+        return 2 * c * rows * model.hidden + working
     return 2 * c * rows * model.hidden + k.LOGITS * model.head_parameters + max(working, c * model.head_parameters)
 
 
@@ -232,6 +245,7 @@ def rollout_peak(job: Job, settings: Settings, kv_bytes: int) -> Peak:
         "rollout",
         (
             ("masters and AdamW", 0 if parked else trainer_state(job, settings)),
+            ("frozen weights", frozen_state(job, settings)),
             ("reference", reference_state(job, settings)),
             *_engine(job),
             ("KV cache", kv_bytes),
@@ -247,9 +261,11 @@ def sync_peak(job: Job, settings: Settings) -> Peak:
         "sync",
         (
             ("masters and AdamW", trainer_state(job, settings)),
+            ("frozen weights", frozen_state(job, settings)),
             ("reference", reference_state(job, settings)),
             *_engine(job),
             ("gathered weights", unit * (1 if job.shard == 1 else 2)),
+            ("merging", max((i * o for i, o in job.adapted), default=0) * (k.MERGING + job.compute_width)),
         ),
     )
 
@@ -274,7 +290,8 @@ def sequence_bytes(job: Job) -> int:
 
 def host_peak(job: Job, settings: Settings) -> Peak:
     """Of one node: its ranks' processes and what the options keep in host memory, pinned memory rounded up."""
-    state = k.MASTER * (1 + k.ADAMW_STATES + settings.offload_policy) * job.model.parameters
+    state = k.MASTER * (1 + k.ADAMW_STATES + settings.offload_policy) * job.trained
+    state += job.compute_width * job.frozen if settings.offload_policy else 0
     away = settings.offload_policy or settings.offload_during_rollout
     offloaded = -(-job.model.layers // settings.gradient_checkpointing) if settings.gradient_checkpointing else 0
     inputs = row_tokens(job, settings) * offloaded * job.model.hidden * job.compute_width

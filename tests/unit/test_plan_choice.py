@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastgrpo.compose import read_config
-from fastgrpo.config import Layout, RunConfig, build, check, uses_reference
+from fastgrpo.config import Layout, RunConfig, build, check, loads_reference
 from fastgrpo.plan import Sizes, explain, read_sizes, settle, settle_on_cpu, with_option
 from fastgrpo.plan.__main__ import main
 from fastgrpo.plan.advice import MORE_GPUS, OTHER_TRAINING, SAME_NUMBERS, best_change, changes
@@ -31,6 +31,7 @@ ROOM = {  # experiment -> the smallest card that its headline promises
     "qwen3_8b_gsm8k_8xa100": "80 GB",
     "qwen2_5_0p5b_gsm8k_1x24gb": "24 GB",
     "qwen2_5_1p5b_gsm8k_1x24gb": "24 GB",
+    "qwen2_5_7b_lora_1x80gb": "80 GB",
     "dapo_math": "80 GB",
     "humaneval": "24 GB",
     "truthfulqa_mc": "24 GB",
@@ -49,12 +50,12 @@ def config_of(**options: Any) -> RunConfig:
 
 
 def planned(config: RunConfig, gpu_gib: float, world: int = 1, model: Any = QWEN_1P5B) -> tuple[RunConfig, Plan]:
-    sizes = Sizes(model, model if uses_reference(config.actor) else None)
+    sizes = Sizes(model, model if loads_reference(config) else None)
     return settle(config, sizes, Layout.of(config, world), int(gpu_gib * GIB))
 
 
 def advised(config: RunConfig, gpu_gib: float, world: int = 1, model: Any = QWEN_1P5B, phase: str | None = None) -> Any:
-    sizes = Sizes(model, model if uses_reference(config.actor) else None)
+    sizes = Sizes(model, model if loads_reference(config) else None)
     return best_change(config, sizes, Layout.of(config, world), int(gpu_gib * GIB), phase)
 
 

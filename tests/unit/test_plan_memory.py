@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastgrpo.errors import UserError
 from fastgrpo.plan import constants as k
-from fastgrpo.plan.job import Job, Settings
+from fastgrpo.plan.job import Job, Settings, adapted_layers
 from fastgrpo.plan.memory import (
     block_activations,
     chunk_rows,
@@ -27,6 +27,7 @@ from fastgrpo.plan.memory import (
     training_peak,
 )
 from fastgrpo.plan.sizes import FAMILIES, ModelSizes, count_on_meta, read_sizes, sizes_from_document
+from fastgrpo.policy.lora import Lora, add_adapters
 from fastgrpo_kernels._chunks import DEFAULT_CHUNK_BYTES_CUDA, rows_per_chunk
 
 SHAPES = Path(__file__).parents[2] / "bench" / "shapes"
@@ -244,6 +245,39 @@ def test_backward_and_outer_by_hand() -> None:
     assert moment("backward", job(), settings(gradient_checkpointing=2))["a block's backward"] == 200 * 2 * (30 + 20)
     outer = moment("outer", job(), settings())
     assert outer["gradients being reduced"] == 20_010 * 6 + 4 * 20_010 // 2
+
+
+def test_adapters_by_hand() -> None:
+    """Rank 3 on a layer of 10 -> 10 and one of 10 -> 30: 3 (20 + 40) parameters a block, 12 + 4 bytes each; the model
+    2 bytes a parameter, without gradients, and no gradient of the head."""
+    own = job(lora_rank=3, adapted=((10, 10), (10, 30)))
+    trained = 4 * 180
+    parts = moment("backward", own, settings())
+    assert parts["masters and AdamW"] == 12 * trained // 2 and parts["gradients"] == 4 * trained // 2
+    assert parts["frozen weights"] == 2 * P // 2
+    assert parts["gathered weights"] == 2 * (20_010 + 3 * (1200 + 180))
+    assert parts["gradients being reduced"] == 180 * (2 + 4) and parts["head's gradient"] == 0
+    assert block_activations(own, settings()) == block_activations(job(), settings()) + 2 * 3 * 2
+    whole, frozen = (head_bytes(j, 200, 10**9) for j in (job(), own))
+    assert whole - frozen == 4 * 10_000  # dW in float32; D and the logits stay
+    assert moment("outer", own, settings())["gradients being reduced"] == 0
+    assert moment("head", own, settings(offload_policy=True))["frozen weights"] == 0
+    parked = dict(rollout_peak(own, settings(offload_during_rollout=True), 0).parts)
+    assert parked["masters and AdamW"] == 0 and parked["frozen weights"] == 2 * P // 2
+    assert dict(sync_peak(own, settings()).parts)["merging"] == 300 * (4 + 4 + 4 + 2)
+    host = dict(host_peak(own, settings(offload_policy=True)).parts)
+    assert host["masters and AdamW"] == int(2 * k.PINNED_ROUNDING * ((16 * trained + 2 * P) // 2))
+
+
+def test_adapted_layers_are_those_of_the_model(make_tiny_model: Any) -> None:
+    folder = make_tiny_model("qwen3", head_dim=16)
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    for targets in (["all-linear"], ["q_proj", "down_proj"], ["o_proj", "mlp.up_proj"]):
+        adapted = add_adapters(AutoModelForCausalLM.from_pretrained(folder), Lora(4, 8, tuple(targets), 0, "base"))
+        real = [lm.get_submodule(name) for name in adapted if ".layers.0." in name]
+        found = adapted_layers(targets, read_sizes(folder))
+        assert sorted(found) == sorted((layer.in_features, layer.out_features) for layer in real)
+    assert adapted_layers(["some_fused_proj"], read_sizes(folder)) == ((128, 192),)
 
 
 def test_the_reference_takes_its_share_and_its_own_moment() -> None:

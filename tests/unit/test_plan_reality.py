@@ -24,6 +24,7 @@ from fastgrpo.plan.choose import Plan, choose
 from fastgrpo.plan.job import Job
 from fastgrpo.plan.settle import given
 from fastgrpo.policy.actor import Actor
+from fastgrpo.policy.lora import Lora
 from fastgrpo.policy.model import build_policy
 from fastgrpo.policy.optim import training_state
 from fastgrpo.records import Rollout
@@ -60,6 +61,7 @@ def planned_and_held(folder: Path, world: int, vocab: int, rows: int, mesh: Mesh
     config.actor.use_kl_loss, config.actor.use_liger, config.actor.max_tokens_per_gpu = False, False, TOKENS
     config.actor.head_chunk_gib = rows * 4 * vocab / 2**30
     config.actor.dtype = Dtype["float32"]
+    config.model.lora_rank = options.pop("lora_rank", 0)
     for key, value in options.items():
         config = with_option(config, f"actor.{key.replace('__', '.')}", value)
     config = settle_on_cpu(config)
@@ -75,6 +77,7 @@ def planned_and_held(folder: Path, world: int, vocab: int, rows: int, mesh: Mesh
         gradient_checkpointing=actor.gradient_checkpointing or 0,
         mlp_slices=actor.mlp_slices or 1,
         reshard_after_forward=bool(actor.fsdp.reshard_after_forward),
+        lora=Lora(config.model.lora_rank, 16, ("all-linear",), 0, "base") if config.model.lora_rank else None,
     )
     trainer = Actor(policy, None, config, 10)
     samples = rollouts(16 * world)
@@ -83,6 +86,7 @@ def planned_and_held(folder: Path, world: int, vocab: int, rows: int, mesh: Mesh
     trainer.update(mini_batches, None, None, Sums())  # makes AdamW's state
     with LiveBytes() as live:
         live.add(training_state(trainer.optimizer))
+        live.add([p.data for p in policy.module.parameters() if not p.requires_grad])
         trainer.update(mini_batches, None, None, Sums())
     return plan, live.peak
 
@@ -114,6 +118,17 @@ def test_sliced_mlps(mesh: Mesh, make_tiny_model: Any, every: int, moment: str) 
     plan, held = planned_and_held(folder, 1, 2000, 256, mesh, gradient_checkpointing=every, mlp_slices=8)
     assert plan.training.moment == moment
     assert 0.98 <= plan.training.total / held <= 1.08, plan.training
+
+
+@pytest.mark.parametrize(
+    ("every", "reshard", "slices"),
+    [(0, True, 1), (1, True, 1), pytest.param(1, True, 8, marks=pytest.mark.slow), (1, False, 1)],
+)
+def test_adapters(mesh: Mesh, make_tiny_model: Any, every: int, reshard: bool, slices: int) -> None:
+    folder = make_tiny_model(vocab_size=2000, **SHAPE)
+    options = {"gradient_checkpointing": every, "fsdp__reshard_after_forward": reshard, "mlp_slices": slices}
+    plan, held = planned_and_held(folder, 1, 2000, 256, mesh, lora_rank=8, **options)
+    assert 0.98 <= plan.training.total / held <= 1.08, (plan.training, held)
 
 
 @pytest.mark.slow
