@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=[name for name in RUNS if name != "lora"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="the commit to write down where git does not know it")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's picture")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
@@ -56,7 +57,13 @@ def main(arguments: list[str]) -> int:
         return 0
     device = device_name().lower().replace("nvidia ", "").replace(" ", "_")
     out = args.out or RESULTS / f"algorithms_{device}.json"
-    content = {"device": device_name(), "versions": versions(), "commit": commit(), "steps": args.steps, "runs": {}}
+    content = {
+        "device": device_name(),
+        "versions": versions(),
+        "commit": args.commit or commit(),
+        "steps": args.steps,
+        "runs": {},
+    }
     engine: RolloutEngine | None = None
     for name in args.runs:
         words = ["+exp=quickstart", *COMMON, *RUNS[name], f"trainer.max_steps={args.steps}", *args.overrides]
