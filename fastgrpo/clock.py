@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -15,8 +15,15 @@ class Clock:
     """`with clock("gen"): ...` adds to that phase. On CUDA a phase ends when its work has ended, so that no phase pays
     for the one before: a handful of waits a step."""
 
-    def __init__(self, device: torch.device, engine_bytes: int) -> None:
-        """`engine_bytes`: what torch counts as allocated for the engine, also while it sleeps, its pages gone."""
+    def __init__(
+        self,
+        device: torch.device,
+        engine_bytes: int,
+        watch: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
+    ) -> None:
+        """`engine_bytes`: what torch counts as allocated for the engine, also while it sleeps, its pages gone. `watch`
+        is entered around each phase (watchdog.py)."""
+        self._watch = watch
         self._engine_bytes = engine_bytes
         self._device = device
         self._cuda = device.type == "cuda"
@@ -28,9 +35,10 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
+        with self._watch(phase):
+            yield
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def note_rollout_memory(self) -> None:

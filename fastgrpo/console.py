@@ -31,13 +31,13 @@ def complain(error: UserError) -> None:
     """Print the message of `error` on standard error, once; returns when this rank may exit.
 
     A ConfigError is the same on all ranks, so rank 0 speaks alone. Anything else may be known to one rank only (a file
-    missing on one node): after rank 0's turn each rank has its own.
+    missing on one node): after rank 0's turn each rank has its own. Once the run has begun its watchdog decides.
     """
-    if rank() > 0:
+    if rank() > 0 and not error.speaks_alone:
         # The trainer's handler only notes the signal; here it is the sign that another rank has spoken.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE_S + TURN_S * rank())
-    if rank() == 0 or not isinstance(error, ConfigError):
+    if rank() == 0 or error.speaks_alone or not isinstance(error, ConfigError):
         lines = str(error).splitlines() or [type(error).__name__]
         text = f" {lines[0]}" if len(lines) == 1 else "\n  ".join(["", *lines])
         print(f"fastgrpo:{text}", file=sys.stderr, flush=True)

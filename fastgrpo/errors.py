@@ -6,7 +6,10 @@ printing. Everything else is a bug of ours or of a library and keeps its traceba
 
 
 class UserError(Exception):
-    """A mistake in configuration, data, reward or environment that the user can mend. The message says how."""
+    """A mistake in configuration, data, reward or environment that the user can mend. The message says how.
+    `speaks_alone`: the ranks have agreed that this one's is the message to print."""
+
+    speaks_alone = False
 
 
 class ConfigError(UserError):

@@ -10,6 +10,8 @@ would do on the smaller one. (The engine's cache lies outside of that cap; its s
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -48,3 +50,20 @@ def _usable(config: RunConfig, device: torch.device) -> int:
         return usable
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / total), device)
     return min(usable, int(cap * GIB))
+
+
+@contextmanager
+def explaining_lack_of_memory(
+    config: RunConfig, plan: Plan | None, layout: Layout, stage: Callable[[], str | None]
+) -> Iterator[None]:
+    """To an OutOfMemoryError inside the block the plan's view is added, with the one change that helps most: it is
+    printed below the traceback. `stage`: in which one it happened (see clock.py)."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if plan is not None:
+            phase = "rollout" if stage() in ("sync", "gen", "validate") else "training"
+            sizes = Sizes(plan.job.model, plan.job.reference)
+            where = f"memory ran out in stage {stage()}" if stage() else "memory ran out"
+            error.add_note(f"{where}\n{explain(config, sizes, layout, plan.gpu_bytes, phase=phase)}")
+        raise

@@ -22,6 +22,7 @@ from fastgrpo.report import Report
 from fastgrpo.stages import Stages
 from fastgrpo.stopping import Stopped, Stopper
 from fastgrpo.torchrun import leave_status
+from fastgrpo.watchdog import Watchdog
 
 LAST_SAVE_S = 15.0  # for a save in flight when the run fails: every rank is to be gone within 30 s
 
@@ -34,6 +35,7 @@ class Run(Protocol):
     config: RunConfig
     stages: Stages
     stopper: Stopper
+    watchdog: Watchdog
     stateful: dict[str, Stateful]
     steps_done: int
 
@@ -54,6 +56,7 @@ class Session:
             restore(start.checkpoint, start.manifest, s.actor.policy, s.actor.optimizer, run.stateful, s.mesh)
         provenance = describe_start(run.config, s.layout, s.mesh, s.identity, start, s.engine.info)
         self.report = Report(run.config, s.mesh, s.total_steps, start, provenance)
+        run.watchdog.folder = self.report.folder
         self._saved_at = start.step  # nothing is worth saving at step 0
         self._failures_said = 0
         root = self.report.folder / CHECKPOINTS
@@ -88,7 +91,8 @@ class Session:
             metric=self.report.value_at(step, run.config.trainer.best_metric),
             files={},
         )
-        self._saver.save(manifest, self._noted[1], wait=wait)
+        with run.watchdog.stage("save"):
+            self._saver.save(manifest, self._noted[1], wait=wait)
         self._saved_at = step
 
     def _say_failures(self) -> None:

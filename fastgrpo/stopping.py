@@ -3,9 +3,11 @@
     SIGTERM, SIGUSR1, Ctrl-C  ->  flag of this rank  ->  key `asked` in the store
     check(), between phases:      rank 0 reads `asked` and writes `turn/<number>`: go on or stop; the others wait for it
     everybody_is_here():          every rank sets `here/<rank>`, all wait for all: only then is a collective safe
+    key `aborted`:                the rank that failed first (watchdog.py sets it, and ends the others)
 
 torchrun sends the survivors of a dead rank the SIGTERM that a scheduler sends. A collective save would hang then, so
-nothing is saved unless every rank says that it is here. Not here: ending a process that hangs inside a collective.
+nothing is saved unless every rank says that it is here. Not here: ending a process that hangs inside a collective
+(watchdog.py).
 
 Ctrl-C a second time ends at once. A terminal's Ctrl-C reaches a worker twice, directly and through torchrun, so within
 a short while it counts once.
@@ -60,11 +62,6 @@ class Stopper:
         self._listening = True
         try:
             yield
-        except Stopped:
-            raise
-        except BaseException:
-            self.abort()
-            raise
         finally:
             self._listening = False
             for signum, handler in before.items():
@@ -90,11 +87,6 @@ class Stopper:
             if _wait(self._store, keys):
                 return True
         return False
-
-    def abort(self) -> None:
-        """Tell the other ranks that this one will not come."""
-        if self._store is not None:
-            self._store.set("aborted", str(self._mesh.rank))
 
     def _agree(self, store: Store) -> int | None:
         """Rank 0's decision of this turn. Raises RuntimeError when a rank has failed meanwhile."""

@@ -15,6 +15,7 @@ from fastgrpo.compose import list_experiments, list_presets, read_config
 from fastgrpo.config import RunConfig, check
 from fastgrpo.errors import UserError
 from fastgrpo.paths import check_run_dir
+from fastgrpo.torchrun import leave_status
 
 MISUSE = 2  # exit status after a mistake of the user
 INTERRUPTED = 130
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
         return run(argv)
     except UserError as error:
         console.complain(error)
+        leave_status(MISUSE, os.environ)
         return MISUSE
     except KeyboardInterrupt:
         console.say("interrupted: what the run has written stays; of the model, what trainer.save_freq has saved")

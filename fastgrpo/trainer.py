@@ -27,6 +27,7 @@ from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
 from fastgrpo.gate import check_gap
+from fastgrpo.gpu import explaining_lack_of_memory
 from fastgrpo.groups import Groups, make_groups
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.sequences import needs_terms, sequence_terms
@@ -39,6 +40,7 @@ from fastgrpo.session import Session, due
 from fastgrpo.stages import build_stages
 from fastgrpo.stopping import Stopper
 from fastgrpo.summary import make_record
+from fastgrpo.watchdog import Watchdog
 
 log = logging.getLogger("fastgrpo")
 
@@ -64,6 +66,7 @@ class Trainer:
         self.stages = build_stages(config, prompts, reward, engine)
         self.config = self.stages.config
         self.stopper = Stopper(self.stages.mesh, config.trainer.shutdown_timeout_s)
+        self.watchdog = Watchdog(self.stages.mesh, config.trainer.limits_s)
         self.stateful: dict[str, Stateful] = {  # what a checkpoint keeps besides tensors, by name
             "trainer": self,
             "actor": self.stages.actor,
@@ -80,25 +83,28 @@ class Trainer:
         """All steps that are left. With validation data it validates before the first (`val_before_train`), every
         `test_freq` and after the last. Raises Stopped after a signal, when the state is saved."""
         s = self.stages
-        with self.stopper.listening(), Session(self) as session:
+        memory = explaining_lack_of_memory(s.config, s.plan, s.layout, lambda: self.watchdog.failed_in)
+        with self.stopper.listening(), self.watchdog.watching(), memory, Session(self) as session:
             while True:
                 session.note()
                 self.stopper.check()
                 if self._validation_is_due():
-                    self.validate(session.report)
+                    with self.watchdog.stage("validate"):
+                        self.validate(session.report)
                 session.save_if_due()
                 if self.steps_done == s.total_steps:
                     break
                 session.report.step(self.step(), self._rows)
             if self.config.trainer.save_final:
                 merged = self.config.trainer.save_merged
-                save_trained(s.actor.policy, s.tokenizer, session.report.folder, s.mesh, merged=merged)
+                with self.watchdog.stage("save"):
+                    save_trained(s.actor.policy, s.tokenizer, session.report.folder, s.mesh, merged=merged)
         self.close()
 
     def step(self) -> StepRecord:
         """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""
         s, config, step = self.stages, self.config, self.steps_done
-        clock = Clock(s.mesh.device, s.engine_bytes)
+        clock = Clock(s.mesh.device, s.engine_bytes, self.watchdog.stage)
         filled = fill_step(partial(self._draw, clock), config)
         samples, rollouts = filled.samples, [sample.rollout for sample in filled.samples]
         s.lengths.note(rollouts)

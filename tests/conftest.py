@@ -87,6 +87,16 @@ def ranks() -> Iterator[Callable[[int], Any]]:
         pool.close()
 
 
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Whole runs in processes that may be killed (tests/dist/small_runs.py)."""
+    from small_runs import SmallRuns
+
+    server = SmallRuns(tmp_path_factory.mktemp("outputs"))
+    yield server
+    server.close()
+
+
 def _save_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

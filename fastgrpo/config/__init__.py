@@ -32,6 +32,7 @@ from fastgrpo.config.schema import (
     KlCtrl,
     KlCtrlConfig,
     KlType,
+    LimitsConfig,
     LossAgg,
     ModelConfig,
     OptimConfig,
@@ -49,6 +50,7 @@ from fastgrpo.config.schema import (
     compute_dtype,
     loads_reference,
     needs_reference,
+    rollout_seconds,
     uses_reference,
 )
 
@@ -70,6 +72,7 @@ __all__ = [
     "KlCtrlConfig",
     "KlType",
     "Layout",
+    "LimitsConfig",
     "LossAgg",
     "ModelConfig",
     "OptimConfig",
@@ -97,6 +100,7 @@ __all__ = [
     "loads_reference",
     "needs_reference",
     "option_keys",
+    "rollout_seconds",
     "to_document",
     "total_steps",
     "uses_reference",

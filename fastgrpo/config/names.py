@@ -29,7 +29,7 @@ VERL = {
     "data.return_raw_chat": "nothing: the chat template is applied once",
     "data.image_key": "nothing: prompts are text only",
     "actor_rollout_ref.hybrid_engine": _COLOCATED,
-    "actor_rollout_ref.nccl_timeout": "nothing yet",
+    "actor_rollout_ref.nccl_timeout": "trainer.limits_s.update and its neighbours (seconds, by stage)",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
     "actor_rollout_ref.model.enable_activation_offload": "actor.activation_offload",
     "actor_rollout_ref.model.use_remove_padding": _PACKED,

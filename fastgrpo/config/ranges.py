@@ -56,6 +56,14 @@ AT_LEAST_0 = (
     "trainer.show_group_freq",
 )
 ABOVE_0 = (
+    "trainer.limits_s.sync",
+    "trainer.limits_s.gen",
+    "trainer.limits_s.reward",
+    "trainer.limits_s.score",
+    "trainer.limits_s.update",
+    "trainer.limits_s.validate",
+    "trainer.limits_s.save",
+    "trainer.limits_s.heartbeat",
     "rollout.max_seconds",
     "trainer.peak_tflops",
     "reward.timeout_s",

@@ -66,6 +66,7 @@ from fastgrpo.config.task_rules import (
     greedy_validation_draws_once,
     loggers_are_known,
     names_are_usable,
+    rollouts_are_cut_before_the_watchdog_ends_them,
     sleep_level_is_1_or_2,
 )
 from fastgrpo.config.wording import at, either
@@ -146,6 +147,7 @@ RULES: tuple[Rule, ...] = (
     numbers_in_range,
     dual_clip_above_1,
     sleep_level_is_1_or_2,
+    rollouts_are_cut_before_the_watchdog_ends_them,
     loggers_are_known,
     names_are_usable,
     resume_is_readable,

@@ -125,7 +125,7 @@ class RolloutConfig:
     max_num_seqs: int = 256  # sequences decoded at once by one engine
     max_num_batched_tokens: int = 8192  # tokens one engine iteration prefills
     kv_cache_gib: float | None = None  # GiB of KV cache a rank; null: the memory plan's (CUDA), 2 (CPU)
-    max_seconds: float | None = None  # of one rollout or validation; what still runs is cut and counted; null: none
+    max_seconds: float | None = None  # of a rollout or validation; the rest is cut, counted; null: 80 % of limits_s.gen
     enforce_eager: bool = False  # no CUDA graphs: starts faster, generates slower
     cudagraph_capture_sizes: list[int] | None = None  # sequences; default: up to what one engine decodes at once
     sleep_level: int = 2  # CUDA: 2 drops the engine's weights while training, 1 keeps a copy in host memory
@@ -238,6 +238,20 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class LimitsConfig:
+    """Seconds after which the run is taken for hung and ended, with the stacks of its threads; null: none."""
+
+    sync: float | None = 1800  # of bringing the weights to the engine
+    gen: float | None = 1800  # of a rollout; rollout.max_seconds cuts it before
+    reward: float | None = 1800  # of the rewards, with the wait for the slowest rank's rollout
+    score: float | None = 1800  # of each pass that only scores: gate, whole sequences, old, reference
+    update: float | None = 1800  # of all updates of a step
+    validate: float | None = 3600  # of a validation
+    save: float | None = 1800  # of a save, as far as training waits for it
+    heartbeat: float | None = 60  # without a sign of another rank
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     n_gpus_per_node: int = 1  # processes; more than one and a bare start: the program starts itself again
     device: Device = Device["auto"]
@@ -258,6 +272,7 @@ class TrainerConfig:
     resume_allow: list[str] = field(default_factory=list)  # options that may differ from those of the resumed run
     deterministic: bool = False  # torch's deterministic algorithms: repeats bit for bit on the same layout, slower
     shutdown_timeout_s: int = 120  # seconds from a signal to the end of the save it asks for
+    limits_s: LimitsConfig = field(default_factory=LimitsConfig)
     save_final: bool = True  # a Hugging Face folder of the trained model at the end; with adapters, peft's of those
     save_merged: bool = False  # with adapters: at the end a Hugging Face folder, too, with the adapters merged in
     test_freq: int = -1  # steps; -1 = only before and after
@@ -299,3 +314,10 @@ def compute_dtype(wanted: Dtype, device_type: str) -> str:
     if wanted == Dtype["auto"]:
         return "bfloat16" if device_type == "cuda" else "float32"
     return str(wanted)
+
+
+def rollout_seconds(config: RunConfig) -> float | None:
+    """After how long an engine cuts what still runs: rollout.max_seconds, else 80 % of what the watchdog allows. A run
+    that is ended for a slow rollout would meet the same prompts and seeds again when it is resumed."""
+    limit = config.trainer.limits_s.gen
+    return config.rollout.max_seconds or (None if limit is None else 0.8 * limit)

@@ -108,3 +108,11 @@ def greedy_validation_draws_once(c: RunConfig, layout: Layout) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} greedy answers would all be equal; set rollout.val_kwargs.n=1 or "
             "rollout.val_kwargs.temperature above 0"
         )
+
+
+def rollouts_are_cut_before_the_watchdog_ends_them(c: RunConfig, layout: Layout) -> Iterator[str]:
+    cut = c.rollout.max_seconds
+    for key in ("trainer.limits_s.gen", "trainer.limits_s.validate"):
+        limit = attrgetter(key)(c)
+        if cut is not None and limit is not None and cut >= limit:
+            yield f"rollout.max_seconds={cut:g} is not below {key}={limit:g}, which ends the run; set it lower"

@@ -101,6 +101,11 @@ class RewardRunner:
             self._rest()
         return [[batch.outcomes[f, i] for i in range(len(requests))] for f in range(len(self.functions))]
 
+    def whereabouts(self) -> str:
+        """What the workers are at, for a report on a hang (whereabouts.py); from another thread."""
+        at = [(str(self.functions[w.jobs[0][0]]), w.jobs[0][1]) for w in tuple(self._workers) if w.jobs]
+        return "; ".join(f"{function} at sample {sample} of this rank" for function, sample in at)
+
     def close(self) -> None:
         """End the workers. A later `outcomes` would start new ones."""
         with self._lock:

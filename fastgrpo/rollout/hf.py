@@ -32,7 +32,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fastgrpo.config import RunConfig
+from fastgrpo.config import RunConfig, rollout_seconds
 from fastgrpo.errors import ConfigError
 from fastgrpo.mesh import Mesh
 from fastgrpo.records import Request, Rollout, Sampling
@@ -56,7 +56,7 @@ class HfEngine:
         self._device = mesh.device
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=mesh.device)
         self._max_rows = config.rollout.max_num_seqs
-        self._max_seconds = config.rollout.max_seconds
+        self._max_seconds = rollout_seconds(config)
         self.info = {
             "library": "transformers",
             "version": transformers.__version__,
@@ -110,7 +110,7 @@ class HfEngine:
             raise RuntimeError(f"{len(unfed)} parameters were given no value, {sorted(unfed)[0]} among them.")
 
     def _generate_batch(self, requests: Sequence[Request], sampling: Sampling, started: float) -> list[Rollout]:
-        """Past rollout.max_seconds since `started` a batch draws one more token and is cut."""
+        """Past its seconds (config.rollout_seconds) since `started` a batch draws one more token and is cut."""
         ids_BL, mask_BL = self._pad_left(requests)
         generators = [torch.Generator(self._device).manual_seed(request.seed) for request in requests]
         processors = _processors(sampling)

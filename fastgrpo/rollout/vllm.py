@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastgrpo.config import Layout, RunConfig
+from fastgrpo.config import Layout, RunConfig, rollout_seconds
 from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh
 from fastgrpo.records import Request, Rollout, Sampling
@@ -49,7 +49,7 @@ class VllmEngine:
         self._on_cuda = mesh.device.type == "cuda"
         self._end_ids = end_ids
         self._sleep_level = config.rollout.sleep_level
-        self._max_seconds = config.rollout.max_seconds
+        self._max_seconds = rollout_seconds(config)
         self._max_num_seqs = config.rollout.max_num_seqs
         self._mesh = mesh
         self._is_awake = False

@@ -121,3 +121,91 @@ def stop_between_reward_and_update() -> None:
 
     if _rank() == 0:
         _before(trainer, "make_groups", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 3 else None)
+
+
+def _raise_in(module: Any, name: str) -> None:
+    """On the last rank, in the second call."""
+    if _rank() == int(os.environ["WORLD_SIZE"]) - 1:
+
+        def action(calls: int) -> None:
+            if calls == 2:
+                raise ValueError(f"no {name} today")
+
+        _before(module, name, action)
+
+
+def raise_in_reward() -> None:
+    from fastgrpo import trainer
+
+    _raise_in(trainer, "score_own")
+
+
+def raise_in_packing() -> None:
+    from fastgrpo import trainer
+
+    _raise_in(trainer, "build_mini_batches")
+
+
+def raise_in_forward() -> None:
+    from fastgrpo.policy.model import PolicyModule
+
+    _raise_in(PolicyModule, "forward")
+
+
+def raise_in_save() -> None:
+    from fastgrpo.checkpoint import saver
+
+    _raise_in(saver.Saver, "save")
+
+
+def raise_a_mistake_of_the_user() -> None:
+    """On all ranks at once: one of them is to speak."""
+    from fastgrpo import trainer
+    from fastgrpo.errors import UserError
+
+    def action(calls: int) -> None:
+        if calls == 2:
+            raise UserError("this reward is no number")
+
+    _before(trainer, "score_own", action)
+
+
+def hang_in_reward() -> None:
+    import time
+
+    from fastgrpo import trainer
+
+    if _rank() == 1:
+        _before(trainer, "score_own", lambda calls: time.sleep(60) if calls == 2 else None)
+
+
+def hang_in_layer_1() -> None:
+    """Of the backward's or forward's attention, in the second update."""
+    import time
+
+    from transformers.models.qwen2 import modeling_qwen2
+
+    class Attention(modeling_qwen2.Qwen2Attention):
+        seen = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            if self.layer_idx == 1 and not torch_grad_off():
+                Attention.seen += 1
+                if Attention.seen == 2 and _rank() == 0:
+                    time.sleep(60)
+            return super().forward(*args, **kwargs)
+
+    def torch_grad_off() -> bool:
+        import torch
+
+        return not torch.is_grad_enabled()
+
+    modeling_qwen2.Qwen2Attention = Attention  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def be_stopped_in_step_2() -> None:
+    """As a process that the kernel no longer runs: neither an answer nor an end."""
+    from fastgrpo import trainer
+
+    if _rank() == 1:
+        _before(trainer, "score_own", lambda calls: os.kill(os.getpid(), signal.SIGSTOP) if calls == 2 else None)

@@ -208,7 +208,7 @@ def wait(pids: list[int]) -> list[int]:
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
         if any(codes.values()) and deadline is None:
-            deadline = time.monotonic() + 3
+            deadline = time.monotonic() + 5
         if deadline is not None and time.monotonic() > deadline:
             for pid in set(pids) - set(codes):
                 os.kill(pid, signal.SIGKILL)

@@ -24,13 +24,6 @@ SAVED, MISUSE = 75, 2
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRuns]:
-    server = SmallRuns(tmp_path_factory.mktemp("outputs"))
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="module")
 def unbroken(runs: SmallRuns, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """(folder of a run of 4 steps on 2 ranks, its seconds)."""
     folder = tmp_path_factory.mktemp("unbroken")

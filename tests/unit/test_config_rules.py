@@ -5,7 +5,18 @@ from copy import deepcopy
 
 import pytest
 
-from fastgrpo.config import Layout, RunConfig, build, check, check_model, total_steps
+from fastgrpo.config import (
+    Layout,
+    LimitsConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+    build,
+    check,
+    check_model,
+    rollout_seconds,
+    total_steps,
+)
 from fastgrpo.config.rules import RULES
 from fastgrpo.errors import ConfigError
 
@@ -94,6 +105,13 @@ BROKEN = [
         1,
         {"trainer.save_merged": True},
         ["trainer.save_merged=true", "model.lora_rank=0", "set it to false"],
+    ),
+    ("numbers_in_range", 1, {"trainer.limits_s.gen": 0.0}, ["trainer.limits_s.gen=0.0", "above 0"]),
+    (
+        "rollouts_are_cut_before_the_watchdog_ends_them",
+        1,
+        {"rollout.max_seconds": 90.0, "trainer.limits_s.gen": 60.0},
+        ["rollout.max_seconds=90 is not below trainer.limits_s.gen=60", "set it lower"],
     ),
     ("sleep_level_is_1_or_2", 1, {"rollout.sleep_level": 3}, ["rollout.sleep_level=3", "must be 2"]),
     ("loggers_are_known", 1, {"trainer.logger": ["swanlab"]}, ["'swanlab'", "console, tensorboard, wandb"]),
@@ -539,3 +557,9 @@ def test_layout_with_every_axis() -> None:
 
 def test_layout_checks_nothing() -> None:
     assert Layout.of(configured({"rollout.n": 1}), 1).samples_per_prompt == 1
+
+
+def test_a_rollout_is_cut_before_the_watchdog_ends_the_run() -> None:
+    assert rollout_seconds(RunConfig()) == 0.8 * 1800
+    assert rollout_seconds(RunConfig(rollout=RolloutConfig(max_seconds=7.0))) == 7.0
+    assert rollout_seconds(RunConfig(trainer=TrainerConfig(limits_s=LimitsConfig(gen=None)))) is None

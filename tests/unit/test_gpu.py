@@ -12,7 +12,7 @@ import torch
 
 from fastgrpo import gpu
 from fastgrpo.config import Layout, RunConfig
-from fastgrpo.plan import Sizes, read_sizes, settle_on_cpu, with_option
+from fastgrpo.plan import Sizes, explain, read_sizes, settle_on_cpu, with_option
 from fastgrpo.plan.constants import CUDA_CONTEXT, GIB
 
 MODEL = read_sizes(Path(__file__).parents[2] / "bench" / "shapes" / "Qwen2.5-1.5B-Instruct")
@@ -72,3 +72,25 @@ def test_liger_counts_only_where_it_is_installed(fractions: list[float], monkeyp
 def test_on_a_cpu_there_is_no_plan(fractions: list[float]) -> None:
     settled, plan = settle(RunConfig(), device="cpu")
     assert plan is None and settled == settle_on_cpu(with_option(RunConfig(), "actor.use_kl_loss", False))
+
+
+@pytest.mark.parametrize(("stage", "phase"), [("update", "training"), ("gen", "rollout"), (None, "training")])
+def test_an_out_of_memory_error_brings_the_plan_and_one_change(
+    fractions: list[float], stage: str | None, phase: str
+) -> None:
+    settled, plan = settle(RunConfig())
+    layout = Layout.of(settled, 1)
+    explaining = gpu.explaining_lack_of_memory(settled, plan, layout, lambda: stage)
+    with pytest.raises(torch.OutOfMemoryError) as raised, explaining:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    [note] = raised.value.__notes__
+    assert note.startswith(f"memory ran out in stage {stage}" if stage else "memory ran out\n")
+    assert explain(settled, Sizes(MODEL, None), layout, plan.gpu_bytes, phase=phase) in note
+    assert note.count("what helps most: ") == 1
+
+
+def test_without_a_plan_the_error_goes_on_as_it_is() -> None:
+    explaining = gpu.explaining_lack_of_memory(RunConfig(), None, Layout.of(RunConfig(), 1), lambda: "update")
+    with pytest.raises(torch.OutOfMemoryError) as raised, explaining:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert not hasattr(raised.value, "__notes__")

@@ -1,0 +1,218 @@
+"""A thread on each rank that ends the process when the run cannot go on, also inside a collective.
+
+    this rank raises            -->  key `aborted` (the first rank that writes it speaks; the error goes on from there)
+    a stage outlasts its limit  -->  the same, and the stacks of all threads
+    a neighbour's `beat/<rank>` stands still  -->  the same
+    `aborted`, of another rank  -->  one line, os._exit: the main thread may hang in a collective that nobody will join
+
+                 rank 0 ...... collective ...... (hangs)            rank 1 ...... raises
+                 thread: aborted? -- aborted? -- yes: exit 70       sets `aborted`, prints its traceback, exit 1
+
+A signal is not enough: torchrun sends the survivors of a dead rank the SIGTERM that a scheduler sends (stopping.py).
+Ranks end within POLL_S + GRACE_S of the word. Nothing is saved here, and nothing can be once a rank is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from operator import attrgetter
+from pathlib import Path
+
+from fastgrpo import whereabouts
+from fastgrpo.config import LimitsConfig
+from fastgrpo.errors import UserError
+from fastgrpo.mesh import Mesh, Store, open_store
+from fastgrpo.stopping import Stopped
+
+ENDED = 70  # exit status (EX_SOFTWARE) of a rank that was ended here
+POLL_S = 0.5  # between two looks
+GRACE_S = 3.0  # for the rank that failed to print its traceback, before torchrun sees the others end
+WAITING_S = 3.0  # longer for a rank that waits for the others: the one they wait for shall be the one reported
+FAULTS = "faults"  # folder in the run folder: stacks and dumps, for a bug report
+
+# Stage as the clock names it -> option that limits it.
+LIMITS = {
+    "sync": "sync",
+    "gen": "gen",
+    "reward": "reward",
+    "gate": "score",
+    "terms": "score",
+    "old": "score",
+    "ref": "score",
+    "update": "update",
+    "validate": "validate",
+    "save": "save",
+}
+
+
+class Watchdog:
+    """`folder`: the run folder, once there is one. `failed_in`: the innermost stage that an error came out of."""
+
+    def __init__(self, mesh: Mesh, limits: LimitsConfig) -> None:
+        self.folder: Path | None = None
+        self.failed_in: str | None = None
+        self._mesh = mesh
+        self._limits = {stage: attrgetter(option)(limits) for stage, option in LIMITS.items()}
+        self._heartbeat_s = limits.heartbeat
+        self._stages: list[tuple[str, float]] = []  # the innermost last, with its start
+        self._store: Store | None = None  # the main thread's; the watching thread has its own
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._heard = ("", 0.0)  # the neighbour's last beat, and when it came
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What happens inside is `name`, and has its limit."""
+        self._stages.append((name, time.monotonic()))
+        try:
+            yield
+        except BaseException:
+            self.failed_in = self.failed_in or name
+            raise
+        finally:
+            self._stages.pop()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch while the block runs. An error of this rank ends the others; one that another rank's caused does not
+        leave the block, because that rank's is the one to read."""
+        theirs: Store | None = None
+        if self._mesh.world > 1:
+            self._store, theirs = open_store("stop"), open_store("stop")
+        self._over.clear()
+        self._thread = threading.Thread(target=self._watch, args=(theirs,), name="watchdog", daemon=True)
+        self._thread.start()
+        try:
+            yield
+            self._leave()
+        except Stopped:
+            self._leave()
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _leave(self) -> None:
+        """All ranks leave together: the store ends with rank 0."""
+        self._over.set()
+        assert self._thread is not None
+        self._thread.join()
+        if self._store is not None:
+            self._store.set(f"left/{self._mesh.rank}", "")
+            keys = [f"left/{rank}" for rank in range(self._mesh.world)]
+            deadline = time.monotonic() + GRACE_S
+            while self._mesh.is_main and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    def _fail(self, error: BaseException) -> None:
+        """Returns on the rank whose error it is to be; on another the thread ends this process."""
+        assert self._thread is not None
+        first = self._store is None
+        if self._store is not None:
+            with suppress(Exception):  # the store has gone with a rank that failed before
+                first = self._claim(self._store, f"{type(error).__name__}: {str(error).split(chr(10))[0]}")
+            if not first:
+                self._thread.join()
+            time.sleep(2 * POLL_S)  # the others must have read it, should the store end with this rank
+        if isinstance(error, UserError):
+            error.speaks_alone = True
+        self._over.set()
+
+    # the thread ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, store: Store | None) -> None:
+        looks = 0
+        while not self._over.wait(POLL_S):
+            looks += 1
+            try:
+                self._look(store, looks)
+            except Exception as error:
+                if not self._over.wait(GRACE_S):  # or is it that all ranks leave?
+                    self._end(f"the job's key-value store has gone with the process that held it ({error})")
+
+    def _look(self, store: Store | None, looks: int) -> None:
+        self._end_for(store, self._overdue())
+        if store is None:
+            return
+        store.set(f"beat/{self._mesh.rank}", str(looks))
+        self._end_for(store, self._silent_neighbour(store))
+        if store.check(["aborted"]):
+            culprit, why = store.get("aborted").decode(), self._reason(store)
+            self._write_stacks(f"rank {culprit} has failed: {why}", show=False)
+            if not self._over.wait(GRACE_S):
+                self._end(f"ended, because rank {culprit} has failed: {why}")
+
+    def _end_for(self, store: Store | None, why: str | None) -> None:
+        """End the run for `why`, unless another rank was first."""
+        if why and self._claim(store, why):
+            self._write_stacks(why, show=True)
+            if store is not None:
+                time.sleep(2 * POLL_S)  # the others must have read it, should the store end with this rank
+            self._end(f"{why}; the run ends")
+
+    def _overdue(self) -> str | None:
+        for stage, begun in tuple(self._stages):
+            limit, seconds = self._limits[stage], time.monotonic() - begun
+            if limit is None or seconds <= limit:
+                continue
+            frames = whereabouts.main_frames()
+            if self._mesh.world > 1 and seconds <= limit + WAITING_S and whereabouts.waits_for_others(frames):
+                continue
+            place = whereabouts.describe(frames)
+            return (
+                f"rank {self._mesh.rank} has been in stage {stage} for {seconds:.0f} s"
+                f"{f' ({place})' if place else ''}; trainer.limits_s.{LIMITS[stage]}={limit:g}"
+            )
+        return None
+
+    def _silent_neighbour(self, store: Store) -> str | None:
+        """Each rank listens to the next: the work does not grow with the number of ranks."""
+        neighbour = (self._mesh.rank + 1) % self._mesh.world
+        key = f"beat/{neighbour}"
+        beat, now = store.get(key).decode() if store.check([key]) else "", time.monotonic()
+        if beat != self._heard[0] or not self._heard[1]:
+            self._heard = beat, now
+        if self._heartbeat_s is None or store.check([f"left/{neighbour}"]) or now - self._heard[1] <= self._heartbeat_s:
+            return None
+        return (
+            f"rank {neighbour} has not been heard of for {now - self._heard[1]:.0f} s "
+            f"(trainer.limits_s.heartbeat={self._heartbeat_s:g})"
+        )
+
+    def _claim(self, store: Store | None, why: str) -> bool:
+        """Whether this rank is the first to fail; a run of one rank always is."""
+        if store is None:
+            return True
+        own = str(self._mesh.rank)
+        store.set(f"why/{own}", why)
+        return store.compare_set("aborted", "", own).decode() == own
+
+    def _reason(self, store: Store) -> str:
+        key = f"why/{store.get('aborted').decode()}"
+        return store.get(key).decode() if store.check([key]) else "see its message"
+
+    def _write_stacks(self, why: str, *, show: bool) -> None:
+        text = f"{why}\n\n{whereabouts.stacks()}"
+        if show:
+            os.write(2, f"fastgrpo: {text}\n".encode())
+        if self.folder is None:
+            return
+        try:
+            faults = self.folder / FAULTS
+            faults.mkdir(exist_ok=True, mode=0o700)
+            (faults / f"stacks_rank{self._mesh.rank}.txt").write_text(text)
+        except OSError:  # a full disk must not keep the process alive
+            pass
+
+    def _end(self, why: str) -> None:
+        """Standard streams first, but not for long: the main thread may hold their locks."""
+        flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
+        flushing.start()
+        flushing.join(1.0)
+        os.write(2, f"fastgrpo: rank {self._mesh.rank}: {why}\n".encode())
+        os._exit(ENDED)
