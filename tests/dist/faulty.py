@@ -209,3 +209,13 @@ def be_stopped_in_step_2() -> None:
 
     if _rank() == 1:
         _before(trainer, "score_own", lambda calls: os.kill(os.getpid(), signal.SIGSTOP) if calls == 2 else None)
+
+
+def draw_slowly() -> None:
+    """0.6 s a token, on one rank."""
+    import time
+
+    from fastgrpo.rollout import hf
+
+    if _rank() == 1:
+        _before(hf, "_draw", lambda calls: time.sleep(0.6))

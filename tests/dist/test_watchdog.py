@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -66,7 +67,23 @@ def test_the_layer_and_the_sequences_are_named(runs, tiny_model: Path, tmp_path:
     assert "rank 0 has been in stage update" in line and "(layer 1, sequences " in line and " of the step)" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_falls_silent_is_missed(runs, tiny_model: Path, tmp_path: Path) -> None:
     codes, said = run_with(runs, 2, tmp_path, tiny_model, "be_stopped_in_step_2", trainer__limits_s__heartbeat=2.0)
     assert codes[0] == ENDED
     assert "rank 1 has not been heard of for " in said and "(trainer.limits_s.heartbeat=2)" in said
+
+
+def test_a_straggling_rollout_is_cut_and_does_not_wedge_the_resumed_run(runs, tiny_model: Path, tmp_path: Path) -> None:
+    """Cut at 80 % of what the watchdog allows, so that it never comes to that; drawn slowly again after a resume."""
+    options = {"trainer__limits_s__gen": 3.0, "trainer__max_steps": 1, "actor__optim__lr_warmup_steps": 0}
+    run_with(runs, 2, tmp_path, tiny_model, "draw_slowly", **options)
+    codes, said = run_with(runs, 2, tmp_path, tiny_model, "draw_slowly", **options | {"trainer__max_steps": 2})
+    assert codes == [0, 0], said
+    [run] = tmp_path.iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["response_length/cut_by_time"]) for row in rows] == [(1, 0.5), (2, 0.5)]
+    for step in (1, 2):
+        answers = (run / "rollouts" / f"step_00000{step}.jsonl").read_text().splitlines()
+        assert [json.loads(row)["finish_reason"] for row in answers][2:] == ["time", "time"]  # rank 1's prompt
+        assert all(0 < json.loads(row)["tokens"] < 5 for row in answers[2:])
