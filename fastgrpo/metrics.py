@@ -34,6 +34,10 @@ class Sums:
             else:
                 self._values[name] = torch.maximum(held, value) if name.endswith("_max") else held + value
 
+    @property
+    def values(self) -> Stats:
+        return self._values
+
     def reduce(self, mesh: Mesh) -> dict[str, float]:
         """Over all ranks, each of which must have added the same names."""
         if not self._values:

@@ -25,6 +25,7 @@ from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_sco
 from fastgrpo.checkpoint import Stateful, save_trained
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
+from fastgrpo.dump import dump_bad_update
 from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
 from fastgrpo.gate import check_gap
 from fastgrpo.gpu import explaining_lack_of_memory
@@ -122,8 +123,9 @@ class Trainer:
             ref_R = s.actor.ref_logprobs(mini_batches)
         self.stopper.check()
         with clock("update"):
-            sums = Sums()
-            update = s.actor.update(mini_batches, old_R, ref_R, sums)
+            sums, about = Sums(), {"rollouts": rollouts, "advantages_N": groups.advantages_N}
+            dump = partial(dump_bad_update, **about, step=step + 1, mesh=s.mesh, folder=self.watchdog.faults)
+            update = s.actor.update(mini_batches, old_R, ref_R, sums, dump)
             reduced = sums.reduce(s.mesh)
         clock.note_work("update", s.peak_seconds(mini_batches, config.actor.ppo_epochs))
         self._watch_gap(reduced)

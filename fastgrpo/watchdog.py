@@ -65,6 +65,11 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._heard = ("", 0.0)  # the neighbour's last beat, and when it came
 
+    @property
+    def faults(self) -> Path | None:
+        """Where files for a bug report go."""
+        return None if self.folder is None else self.folder / FAULTS
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """What happens inside is `name`, and has its limit."""
@@ -200,12 +205,11 @@ class Watchdog:
         text = f"{why}\n\n{whereabouts.stacks()}"
         if show:
             os.write(2, f"fastgrpo: {text}\n".encode())
-        if self.folder is None:
+        if self.faults is None:
             return
         try:
-            faults = self.folder / FAULTS
-            faults.mkdir(exist_ok=True, mode=0o700)
-            (faults / f"stacks_rank{self._mesh.rank}.txt").write_text(text)
+            self.faults.mkdir(exist_ok=True, mode=0o700)
+            (self.faults / f"stacks_rank{self._mesh.rank}.txt").write_text(text)
         except OSError:  # a full disk must not keep the process alive
             pass
 

@@ -10,7 +10,7 @@ device within a mini-batch; the gradient norm is the one number read back after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from fastgrpo.config import HeadImpl, RolloutCorrectionConfig, RunConfig, uses_r
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.nonfinite import BadUpdate, Pass, unhealthy
 from fastgrpo.policy.optim import HostParking, apply_update, build_adamw, learning_rate, training_state
 
 Logprobs = list[list[Tensor]]  # of the rows of each micro-batch of each mini-batch, on this rank
@@ -38,7 +39,7 @@ Logprobs = list[list[Tensor]]  # of the rows of each micro-batch of each mini-ba
 class UpdateResult:
     grad_norms: tuple[float, ...]  # before clipping, one an update
     lr: float  # of the last update
-    skipped: int  # updates that a non-finite gradient norm or an empty mini-batch prevented
+    skipped: int  # updates that something non-finite (nonfinite.py) or an empty mini-batch prevented
 
 
 class Actor:
@@ -108,10 +109,12 @@ class Actor:
         old_R: Logprobs | None,
         ref_R: Logprobs | None,
         sums: Sums,
+        on_bad: Callable[[BadUpdate], None] = lambda bad: None,
     ) -> UpdateResult:
-        """ppo_epochs passes over the mini-batches. `old_R` None: they are the logprobs of now.
+        """ppo_epochs passes over the mini-batches. `old_R` None: they are the logprobs of now. `on_bad` is called, on
+        all ranks, with an update that was skipped because something in it was not finite; its numbers are not summed.
 
-        Raises RuntimeError after `max_skipped_updates` non-finite gradient norms in a row.
+        Raises RuntimeError after `max_skipped_updates` of them in a row.
         """
         rollout_version = self.version
         grad_norms: list[float] = []
@@ -122,12 +125,18 @@ class Actor:
                     skipped += 1
                     continue
                 old, ref = old_R[number] if old_R else None, ref_R[number] if ref_R else None
-                self._backward(mini_batch, old, ref, sums, at_rollout=self.version == rollout_version)
+                own = Sums()
+                passes = self._backward(mini_batch, old, ref, own, at_rollout=self.version == rollout_version)
                 lr = learning_rate(self._config.optim, self.version + 1, self._total_updates)
-                grad_norm, stepped = apply_update(self.optimizer, lr, self._config.grad_clip)
+                flag = unhealthy(passes, self.policy.device)
+                grad_norm, stepped = apply_update(self.optimizer, lr, self._config.grad_clip, flag)
                 grad_norms.append(grad_norm)
                 self.version += 1
-                skipped += not stepped
+                if stepped:
+                    sums.add(own.values)
+                else:
+                    skipped += 1
+                    on_bad(BadUpdate(self.version, grad_norm, tuple(passes)))
                 self._count_skips(stepped, grad_norm)
         return UpdateResult(tuple(grad_norms), lr, skipped)
 
@@ -139,7 +148,8 @@ class Actor:
         sums: Sums,
         *,
         at_rollout: bool,
-    ) -> None:
+    ) -> list[Pass]:
+        passes = []
         for index, batch in enumerate(mini_batch.micro):
             head = GrpoHead(
                 self._loss_config,
@@ -154,7 +164,10 @@ class Actor:
             )
             out = self.policy.run(batch, head)
             out.loss_sum.backward()
-            sums.add({"loss": out.loss_sum.detach().double(), **out.stats})
+            loss_sum = out.loss_sum.detach()
+            sums.add({"loss": loss_sum.double(), **out.stats})
+            passes.append(Pass(batch, out.logprobs_R, loss_sum))
+        return passes
 
     def _segment_sum(self, batch: ShardedBatch) -> SegmentSum:
         return partial(segment_sum, num_segments=batch.num_sequences + 1, group=self.policy.sp_group)
@@ -163,8 +176,9 @@ class Actor:
         self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_skipped_updates:
             raise RuntimeError(
-                f"{self._skipped_in_a_row} updates in a row had a gradient norm of {grad_norm}; weights and Adam state "
-                "are those before the first. Lower actor.optim.lr, or look at the last step's rewards and logprobs."
+                f"{self._skipped_in_a_row} updates in a row had something that is not finite (gradient norm of the "
+                f"last: {grad_norm}); weights and Adam state are those before the first. Lower actor.optim.lr, or look "
+                "at the sequences in the run folder's faults/."
             )
 
 

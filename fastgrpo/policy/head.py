@@ -98,6 +98,7 @@ def score_head(
 class HeadLoss:
     loss_sum: Tensor  # 0-dim: this rank's rows, every normaliser already in the weights
     stats: Stats
+    logprobs_R: Tensor  # without gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class GrpoHead:
             stats = stats | gap_stats(
                 trainer_R, batch.sampler_logprobs_R, live_R, batch.seq_id_R, self.segment_sum, self.cfg.correction
             )
-        return HeadLoss(loss_sum, stats)
+        return HeadLoss(loss_sum, stats, logprobs_R.detach())
 
     def _kernel_has_it(self) -> bool:
         correction = self.cfg.correction

@@ -42,13 +42,17 @@ def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torc
     )
 
 
-def apply_update(optimizer: torch.optim.Optimizer, lr: float, grad_clip: float) -> tuple[float, bool]:
+def apply_update(
+    optimizer: torch.optim.Optimizer, lr: float, grad_clip: float, unhealthy: Tensor | None = None
+) -> tuple[float, bool]:
     """Clip to the global norm, step, clear the gradients. Returns (norm before clipping, whether the step was made): a
-    non-finite norm, the same on every rank, leaves weights and Adam state untouched."""
+    non-finite norm, or `unhealthy` other than 0 (0-dim), both the same on every rank, leaves weights and Adam state
+    untouched."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = global_norm([p.grad for p in parameters])
-    grad_norm = float(norm)
-    finite = math.isfinite(grad_norm)
+    flag = torch.zeros_like(norm) if unhealthy is None else unhealthy.to(norm)
+    grad_norm, refused = torch.stack([norm, flag]).tolist()  # one wait for the device
+    finite = math.isfinite(grad_norm) and not refused
     if finite:
         if grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)

@@ -219,3 +219,19 @@ def draw_slowly() -> None:
 
     if _rank() == 1:
         _before(hf, "_draw", lambda calls: time.sleep(0.6))
+
+
+def poison_the_second_gradient() -> None:
+    """Of the last rank alone."""
+    from fastgrpo.policy import actor
+
+    original, calls = actor.apply_update, 0
+
+    def poisoned(optimizer: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and _rank() == int(os.environ["WORLD_SIZE"]) - 1:
+            optimizer.param_groups[0]["params"][0].grad.to_local().view(-1)[0] = float("nan")
+        return original(optimizer, *args)
+
+    actor.apply_update = poisoned

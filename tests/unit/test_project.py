@@ -31,7 +31,7 @@ LAYERS = [
     {"groups", "watchdog"},
     {"policy", "reward", "data", "gate", "plan"},
     {"rollout", "checkpoint", "gpu"},
-    {"evaluate"},
+    {"evaluate", "dump"},
     {"history", "provenance"},
     {"report", "summary"},
     {"stages"},
