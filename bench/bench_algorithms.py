@@ -8,7 +8,8 @@ The task is the quickstart's (`configs/exp/quickstart.yaml`: SmolLM2-135M-Instru
 16 prompts x 8 samples; key=value overrides go to every run. `lora` is grpo with adapters of rank 16. Written to
 bench/results/algorithms_<device>.json as the runs end: per step the mean reward and the engine's gap to the trainer,
 per run the peaks of memory; the picture beside it. A run has risen when the mean of its last ten steps is above that of
-its first ten by more than four standard errors of their difference (steps taken as independent).
+its first two by more than four standard errors of their difference (a sample's reward lies between 0 and 1, so that the
+variance of a mean m over n of them is at most m (1 - m) / n).
 
 What it does not ask is which algorithm is better: one seed, one learning rate for all.
 """
@@ -40,7 +41,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 COMMON = ("data.train_batch_size=16", "rollout.max_num_seqs=128", "actor.max_tokens_per_gpu=16384", "data.val_files=[]")
 RESULTS = Path(__file__).parent / "results"
-ENDS = 10  # steps at each end of a curve that are compared
+FIRST, LAST = 2, 10  # steps at the ends of a curve that are compared
 
 
 def main(arguments: list[str]) -> int:
@@ -95,29 +96,22 @@ def run(words: list[str], engine: RolloutEngine | None) -> tuple[dict, RolloutEn
         "build_s": round(built_s, 1),
         "steps_s": round(time.monotonic() - started - built_s, 1),
     }
-    engine = trainer.stages.engine
+    engine, samples = trainer.stages.engine, trainer.stages.layout.sequences_per_step
     del trainer  # masters and optimizer make room for the next run's
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return {**record, **rise(record["reward"])}, engine
+    return {**record, **rise(record["reward"], samples)}, engine
 
 
-def rise(rewards: list[float]) -> dict[str, float | bool]:
-    """Means of both ends, their difference in standard errors, and whether that is a rise."""
-    width = min(ENDS, len(rewards) // 2)
-    first, last = (torch.tensor(part, dtype=torch.float64) for part in (rewards[:width], rewards[-width:]))
-    if width < 2:
+def rise(rewards: list[float], samples: int) -> dict[str, float | bool]:
+    """Means of both ends, their difference in standard errors, and whether that is a rise. `samples`: of a step."""
+    if len(rewards) < FIRST + LAST:
         return {"rose": False}
-    error = math.sqrt((first.var().item() + last.var().item()) / width)
-    difference = (last.mean() - first.mean()).item()
-    errors = difference / error if error else math.copysign(math.inf, difference)
-    return {
-        "first": round(first.mean().item(), 4),
-        "last": round(last.mean().item(), 4),
-        "standard_errors": round(errors, 2) if math.isfinite(errors) else None,
-        "rose": errors > 4,
-    }
+    first, last = sum(rewards[:FIRST]) / FIRST, sum(rewards[-LAST:]) / LAST
+    variance = first * (1 - first) / (FIRST * samples) + last * (1 - last) / (LAST * samples)
+    errors = (last - first) / math.sqrt(variance) if variance else 0.0
+    return {"first": round(first, 4), "last": round(last, 4), "standard_errors": round(errors, 1), "rose": errors > 4}
 
 
 def describe(record: dict) -> str:

@@ -12,13 +12,13 @@ from bench_algorithms import main, rise
 
 
 def test_rise_in_standard_errors():
-    low, high = [0.1, 0.3] * 5, [0.5, 0.7] * 5
-    record = rise([*low, 0.0, *high])
-    variance = 10 * 0.1**2 / 9  # of ten values, each 0.1 from their mean
-    assert record["first"] == pytest.approx(0.2) and record["last"] == pytest.approx(0.6)
-    assert record["standard_errors"] == pytest.approx(0.4 / math.sqrt(2 * variance / 10), abs=0.01) and record["rose"]
-    assert not rise(low + low)["rose"] and not rise(high + low)["rose"]
-    assert not rise([0.1, 0.9])["rose"]  # too short to say
+    record = rise([0.2, 0.2, 0.9, *[0.8] * 10], samples=128)
+    variance = 0.2 * 0.8 / 256 + 0.8 * 0.2 / 1280
+    assert record["first"] == 0.2 and record["last"] == 0.8 and record["rose"]
+    assert record["standard_errors"] == pytest.approx(0.6 / math.sqrt(variance), abs=0.06)
+    assert not rise([0.5] * 12, samples=128)["rose"] and not rise([0.8] * 4 + [0.2] * 10, samples=128)["rose"]
+    assert not rise([0.5, 0.5, *[0.6] * 10], samples=16)["rose"]  # 1.1 standard errors
+    assert not rise([0.1, 0.9], samples=128)["rose"]  # too short to say
 
 
 def test_runs_share_one_engine(tiny_model, tmp_path, monkeypatch):
