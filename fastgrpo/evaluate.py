@@ -1,11 +1,12 @@
 """The held-out score: draw answers to the validation prompts with their own sampling, score them, write them down.
 
-The score is the mean reward over all samples that were scored; no update is made and the training order does not move.
+The score is the mean reward over all samples that were scored; what each set says by itself is val_metrics.py's. No
+update is made and the training order does not move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fastgrpo.records import Prompt, Rollout, Sample, Sampling
 from fastgrpo.reward import Rewards
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.val_metrics import by_set, set_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Validation:
     score: float | None  # mean reward; None when nothing could be scored
     samples: int  # that were scored
     metrics: dict[str, float]
+    sets: Mapping[str, Mapping[str, float]]  # of each set by its name, see val_metrics.set_metrics
 
 
 def draw_answers(
@@ -49,16 +52,17 @@ def validate(
     *,
     step: int,
     answers: Path | None,
+    pass_score: float,
 ) -> Validation:
     """Score what `draw_answers` drew, while the engine sleeps (a reward may need the GPU); a collective. `answers`:
-    where to write the answers, on the rank that is given it."""
+    where to write the answers, on the rank that is given it; `pass_score`: the reward from which on one passes."""
     samples = share_samples(score_own(rewards, own, prompts, tokenizer, mesh, step=step), mesh)
     if answers is not None:
         write_rows(answers, answer_rows(samples, prompts))
-    return summarise(samples)
+    return summarise(samples, pass_score)
 
 
-def summarise(samples: Sequence[Sample]) -> Validation:
+def summarise(samples: Sequence[Sample], pass_score: float) -> Validation:
     totals = [sample.score.total for sample in samples if sample.score.total is not None]
     mean = sum(totals) / len(totals) if totals else None
     rollouts = [sample.rollout for sample in samples]
@@ -70,7 +74,9 @@ def summarise(samples: Sequence[Sample]) -> Validation:
     }
     if mean is not None:
         metrics["val/reward"] = mean
-    return Validation(mean, len(totals), metrics | part_means(samples, "val/reward"))
+    sets = {name: set_metrics(of_set, pass_score) for name, of_set in by_set(samples).items()}
+    metrics |= {f"val/{name}/{key}": value for name, values in sets.items() for key, value in values.items()}
+    return Validation(mean, len(totals), metrics | part_means(samples, "val/reward"), sets)
 
 
 def part_means(samples: Sequence[Sample], prefix: str) -> dict[str, float]:
@@ -95,6 +101,7 @@ def answer_rows(samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[di
             "reference": by_uid[sample.rollout.uid].reference,
             "reward": sample.score.total,
             "parts": dict(sample.score.parts),
+            "pred": sample.score.pred,
             "status": sample.score.status,
             "error": sample.score.error,
             "tokens": len(sample.rollout.response_ids),

@@ -43,6 +43,9 @@ class History:
             self.scores.append((step, row["val/reward"], int(row["val/scored"])))
         self._latest |= {name: (step, value) for name, value in row.items() if value is not None}
 
+    def knows(self, metric: str) -> bool:
+        return metric in self._latest
+
     def value_at(self, step: int, metric: str | None) -> float | None:
         at, value = self._latest.get(metric or "", (-1, 0.0))
         return value if at == step else None

@@ -114,6 +114,7 @@ class Score:
     details: Mapping[str, float]  # further metrics, e.g. {"rules/rule_0": 1.0} for a rule that matched
     status: str  # "scored", "unscored" (a function returned None), "timeout", "error"; the worst of those with a weight
     error: str | None = None  # label and first line of what a function raised
+    pred: str | None = None  # the answer that was found in the response, where a function tells it; what maj@n counts
 
 
 @dataclass(frozen=True, slots=True)

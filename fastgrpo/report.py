@@ -36,6 +36,7 @@ from fastgrpo.history import History, go_back
 from fastgrpo.mesh import Mesh
 from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_row, write_rows
 from fastgrpo.records import StepRecord
+from fastgrpo.val_metrics import in_words
 
 
 class Report:
@@ -102,6 +103,9 @@ class Report:
         self._log(step, result.metrics)
         score = "nothing scored" if result.score is None else f"{result.score:.4f}"
         self.say(f"validation at step {step}: {score} (n={result.samples})")
+        if len(result.sets) > 1 or self._config.rollout.val_kwargs.n > 1:  # else the line above says it all
+            for name, metrics in result.sets.items():
+                self.say(f"  {name}: {in_words(metrics)}")
 
     def lost_checkpoints(self, step: int, count: int) -> None:
         """Saves that have failed so far, as a metric: a run that cannot save must not look healthy."""
@@ -109,7 +113,10 @@ class Report:
             self._log(step, {"checkpoint/failed": float(count)})
 
     def value_at(self, step: int, metric: str | None) -> float | None:
-        """A metric of this step, if it was measured there. None on the ranks that do not write."""
+        """A metric of this step, if it was measured there; that a metric has never been measured is said. None on the
+        ranks that do not write."""
+        if self._on and metric and not self._history.knows(metric):
+            self.say(f"trainer.best_metric={metric}: no row of metrics.jsonl has it, so step {step} cannot be the best")
         return self._history.value_at(step, metric)
 
     def flush(self) -> None:

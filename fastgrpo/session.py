@@ -108,7 +108,7 @@ class Session:
         failed = error is not None and not isinstance(error, Stopped)
         self._saver.wait(LAST_SAVE_S if failed else None)  # after a failure some rank may be gone
         self._say_failures()
-        self.report.close(finished=error is None)
+        self.report.close(finished=error is None and not self._run.config.trainer.val_only)
         if isinstance(error, Stopped):
             self._run.stages.mesh.barrier()  # the first that ends takes the others with it
             self._run.close()

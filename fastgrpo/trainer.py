@@ -82,25 +82,34 @@ class Trainer:
 
     def run(self) -> None:
         """All steps that are left. With validation data it validates before the first (`val_before_train`), every
-        `test_freq` and after the last. Raises Stopped after a signal, when the state is saved."""
+        `test_freq` and after the last; with `val_only` it does that alone, once. Raises Stopped after a signal, when
+        the state is saved."""
         s = self.stages
         memory = explaining_lack_of_memory(s.config, s.plan, s.layout, lambda: self.watchdog.failed_in)
         with self.stopper.listening(), self.watchdog.watching(), memory, Session(self) as session:
-            while True:
-                session.note()
-                self.stopper.check()
-                if self._validation_is_due():
-                    with self.watchdog.stage("validate"):
-                        self.validate(session.report)
-                session.save_if_due()
-                if self.steps_done == s.total_steps:
-                    break
-                session.report.step(self.step(), self._rows)
-            if self.config.trainer.save_final:
-                merged = self.config.trainer.save_merged
-                with self.watchdog.stage("save"):
-                    save_trained(s.actor.policy, s.tokenizer, session.report.folder, s.mesh, merged=merged)
+            if s.config.trainer.val_only:
+                with self.watchdog.stage("validate"):
+                    self.validate(session.report)
+            else:
+                self._run_steps(session)
         self.close()
+
+    def _run_steps(self, session: Session) -> None:
+        s, trainer = self.stages, self.config.trainer
+        while True:
+            session.note()
+            self.stopper.check()
+            if self._validation_is_due():
+                with self.watchdog.stage("validate"):
+                    self.validate(session.report)
+            session.save_if_due()
+            if self.steps_done == s.total_steps:
+                break
+            session.report.step(self.step(), self._rows)
+        if trainer.save_final:
+            folder = session.report.folder
+            with self.watchdog.stage("save"):
+                save_trained(s.actor.policy, s.tokenizer, folder, s.mesh, merged=trainer.save_merged)
 
     def step(self) -> StepRecord:
         """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""
@@ -140,7 +149,10 @@ class Trainer:
         with s.engine.awake(s.actor.export, s.actor.version):
             own = draw_answers(s.engine, s.val.prompts, self.config, s.mesh, step=step)
         s.actor.take_back()
-        result = validate(own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, answers=answers)
+        pass_score = self.config.rollout.val_kwargs.pass_score
+        result = validate(
+            own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, answers=answers, pass_score=pass_score
+        )
         self._validated_at = step
         if report is not None:
             report.validation(step, result)

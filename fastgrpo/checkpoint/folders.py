@@ -2,6 +2,7 @@
 
 RUN/checkpoints/
     latest                   name of the newest one, moved last
+    best                     name of the one with the best trainer.best_metric, where that is set
     step_000020/
         checkpoint.json      what it is, with the size of every other file: written last, then the folder is renamed
         state/               DCP shards: float32 masters and optimizer
@@ -22,7 +23,7 @@ from typing import Any
 from fastgrpo.checkpoint.disk import PART, file_sizes, remove_tree, sync_folder, sync_tree, write_durably
 
 MANIFEST = "checkpoint.json"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d+)")
 
@@ -115,6 +116,19 @@ def find_checkpoints(root: Path) -> Found:
     return Found(complete, passed_over)
 
 
+def best_of(complete: Sequence[tuple[Path, Manifest]], mode: str) -> Path | None:
+    """Of those that have the metric the one with the largest or (`mode` min) smallest, of equals the newest."""
+    measured = [(m.metric, m.step, folder) for folder, m in complete if m.metric is not None]
+    sign = 1 if mode == "max" else -1
+    return max(measured, key=lambda entry: (sign * entry[0], entry[1]))[2] if measured else None
+
+
+def point_to_best(root: Path, mode: str) -> None:
+    """`best` holds the name of the best complete checkpoint, as `latest` that of the newest."""
+    if found := best_of(find_checkpoints(root).complete, mode):
+        write_durably(root / BEST, found.name + "\n")
+
+
 def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
     """Remove checkpoints beyond the `keep` newest complete ones and the best (`best`: max or min of the metric, among
     those that have it; of equals the newest). The newest complete one always stays. Returns what was removed."""
@@ -122,12 +136,8 @@ def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
         return []
     complete = find_checkpoints(root).complete
     stays = {folder for folder, _ in complete[: max(1, keep)]}
-    measured = [
-        (manifest.metric, manifest.step, folder) for folder, manifest in complete if manifest.metric is not None
-    ]
-    if best and measured:
-        sign = 1 if best == "max" else -1
-        stays.add(max(measured, key=lambda entry: (sign * entry[0], entry[1]))[2])
+    if best and (found := best_of(complete, best)):
+        stays.add(found)
     removed = [folder for folder, _ in complete if folder not in stays]
     for folder in removed:
         remove_tree(folder)

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.checkpoint import host_memory
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
-from fastgrpo.checkpoint.folders import Manifest, commit, retire, step_folder
+from fastgrpo.checkpoint.folders import Manifest, commit, point_to_best, retire, step_folder
 from fastgrpo.checkpoint.model import write_trained
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
@@ -234,6 +234,8 @@ class Saver:
         folder = commit(job.part, job.manifest)
         log.info("checkpoint %s", folder)
         best = str(self._config.best_mode) if self._config.best_metric else None
+        if best:
+            point_to_best(self._root, best)
         retire(self._root, self._config.max_ckpt_to_keep, best=best)
 
     def _await(self, store: Store, key: str) -> None:

@@ -57,6 +57,7 @@ from fastgrpo.config.reward_rules import (
 from fastgrpo.config.schema import RunConfig
 from fastgrpo.config.task_rules import (
     arithmetic_can_be_made,
+    best_metric_is_measured_at_checkpoints,
     choices_have_a_place,
     data_files_have_a_known_form,
     data_is_given,
@@ -68,6 +69,7 @@ from fastgrpo.config.task_rules import (
     names_are_usable,
     rollouts_are_cut_before_the_watchdog_ends_them,
     sleep_level_is_1_or_2,
+    validation_is_there,
 )
 from fastgrpo.config.wording import at, either
 from fastgrpo.errors import ConfigError
@@ -184,6 +186,8 @@ RULES: tuple[Rule, ...] = (
     arithmetic_can_be_made,
     choices_have_a_place,
     greedy_validation_draws_once,
+    validation_is_there,
+    best_metric_is_measured_at_checkpoints,
     reward_functions_are_complete,
     reward_options_are_read,
     code_limits_fit,

@@ -79,7 +79,7 @@ class ArithmeticConfig:
 class DataConfig:
     # each entry: a .jsonl, .json or .parquet file, a hub data set (`openai/gsm8k`), or `arithmetic`
     train_files: list[str] = field(default_factory=list)
-    val_files: list[str] = field(default_factory=list)  # the same; empty: no validation
+    val_files: list[str] = field(default_factory=list)  # the same, each a set of its own; empty: no validation
     hub_config: str | None = None  # configuration of a hub data set, e.g. `main`
     train_split: str = "train"  # split of a hub data set, or some of its rows: train[:1000], train[1000:]
     val_split: str = "test"
@@ -99,7 +99,7 @@ class DataConfig:
     truncation: Truncation = Truncation["error"]  # what happens to them when they are not dropped
     shuffle: bool = True  # a new global order each epoch, a function of (trainer.seed, epoch)
     train_max_samples: int = -1  # prompts; -1 = all
-    val_max_samples: int = -1
+    val_max_samples: int = -1  # prompts of each set; -1 = all
     arithmetic: ArithmeticConfig = field(default_factory=ArithmeticConfig)
 
 
@@ -109,6 +109,7 @@ class ValidationSampling:
     top_p: float = 1.0
     top_k: int = -1
     n: int = 1  # samples a prompt
+    pass_score: float = 1.0  # reward from which on an answer passes, for pass@k and maj@n
 
 
 @dataclass(kw_only=True, slots=True)
@@ -277,6 +278,7 @@ class TrainerConfig:
     save_merged: bool = False  # with adapters: at the end a Hugging Face folder, too, with the adapters merged in
     test_freq: int = -1  # steps; -1 = only before and after
     val_before_train: bool = True
+    val_only: bool = False  # validate once, the weights that a run would start or go on from, and end
     peak_tflops: float | None = None  # 1e12 FLOP/s of one GPU, for perf/mfu; default: bfloat16's, by the GPU's name
     show_group_freq: int = 10  # steps between two groups shown on the console; 0 = never
 

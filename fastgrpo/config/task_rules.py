@@ -101,6 +101,27 @@ def arithmetic_can_be_made(c: RunConfig, layout: Layout) -> Iterator[str]:
             yield f"data.arithmetic.templates: {template!r} has no place for the task; write {{task}} in it"
 
 
+def validation_is_there(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if c.data.val_files:
+        return
+    if c.trainer.val_only:
+        yield "trainer.val_only=true, and data.val_files is empty; list what is to be validated"
+    if (c.trainer.best_metric or "").startswith("val/"):
+        yield (
+            f"{at(c, 'trainer.best_metric')} is a metric of validation, and data.val_files is empty; list validation "
+            "data, or name a metric of the steps, such as reward/mean"
+        )
+
+
+def best_metric_is_measured_at_checkpoints(c: RunConfig, layout: Layout) -> Iterator[str]:
+    t = c.trainer
+    if (t.best_metric or "").startswith("val/") and t.save_freq > 0 and (t.test_freq < 1 or t.save_freq % t.test_freq):
+        yield (
+            f"{at(c, 'trainer.best_metric')} is measured every trainer.test_freq={t.test_freq} steps and checkpoints "
+            f"are saved every trainer.save_freq={t.save_freq}: some have no score; let test_freq divide save_freq"
+        )
+
+
 def greedy_validation_draws_once(c: RunConfig, layout: Layout) -> Iterator[str]:
     val = c.rollout.val_kwargs
     if val.temperature == 0 and val.n > 1:

@@ -86,15 +86,16 @@ def _python_row(prompt: Any, data: DataConfig) -> Row:
 
 
 def _make_set(sources: list[Source], tokenizer: PreTrainedTokenizerBase, data: DataConfig, split: Split) -> PromptSet:
-    tasks = [
-        task
-        for source, name in zip(sources, _distinct_names(sources), strict=True)
-        for task in _tasks(source, name, data, split)
-    ]
     limit = data.train_max_samples if split == "train" else data.val_max_samples
     if limit == 0:
         raise UserError(f"data.{split}_max_samples=0 leaves no prompt: -1 takes all of them")
-    tasks = tasks[:limit] if limit > 0 else tasks
+    limit = limit if limit > 0 else None
+    tasks = [
+        task
+        for source, name in zip(sources, _distinct_names(sources), strict=True)
+        for task in _tasks(source, name, data, split)[: limit if split == "val" else None]  # of each set
+    ]
+    tasks = tasks[:limit] if split == "train" else tasks
     ids = encode(
         tokenizer, [task.messages for task in tasks], data.apply_chat_template_kwargs, lambda i: tasks[i].where
     )

@@ -40,14 +40,14 @@ def load(strict: bool, format_score: float) -> Callable[..., object]:
 
 def compute_score(
     response: str, reference: str | None, strict: bool = True, format_score: float = 0.0
-) -> dict[str, float | None]:
+) -> dict[str, float | str | None]:
     answer, gold = chosen_letter(response, strict), _only_letter(reference or "")
     formatted = float(answer is not None)
     if gold is None:
         return {"score": None, "formatted": formatted}
     correct = answer == gold
     score = 1.0 if correct else format_score if answer is not None else 0.0
-    return {"score": score, "correct": float(correct), "formatted": formatted}
+    return {"score": score, "correct": float(correct), "formatted": formatted, "pred": answer}
 
 
 def chosen_letter(response: str, strict: bool) -> str | None:

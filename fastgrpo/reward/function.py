@@ -4,8 +4,8 @@
 
 is the plainest form (signature.py holds the others). It is called with keyword arguments and may take only those it
 needs. It returns a number, None (this sample cannot be scored), or a dict {"score": number or None, ...} whose other
-finite numbers become metrics; one for batches returns a list of those. Everything else is a mistake that ends the run
-with a message, because a guess would train on it.
+finite numbers become metrics and whose "pred", a text, is the answer that it found in the response; one for batches
+returns a list of those. Everything else is a mistake that ends the run with a message: a guess would train on it.
 
 A new kind of reward is one file with `build(label, config) -> RewardFunction` and a line in `fastgrpo.reward.KINDS`.
 Neither processes nor timeouts are handled here (see runner.py, worker.py).
@@ -25,6 +25,9 @@ from fastgrpo.records import RewardRequest
 
 if TYPE_CHECKING:
     import torch
+
+
+PRED = "pred"  # key under which a function may tell the answer that it found, as verl's do
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Outcome:
 
     status: str  # "scored", "unscored" (it returned None), "timeout", "error"
     score: float | None = None
-    details: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, float | str] = field(default_factory=dict)  # numbers, and under PRED a text
     error: str | None = None  # one line
     where: str = ""  # file:line that raised
     trace: str = ""  # last lines of the traceback
@@ -94,15 +97,16 @@ def arguments_of(request: RewardRequest) -> dict[str, Any]:
     }
 
 
-def read_return(value: object) -> tuple[float | None, dict[str, float]]:
+def read_return(value: object) -> tuple[float | None, dict[str, float | str]]:
     """(score, details) of what a function returned. BadReturn when it is no score."""
+    details: dict[str, float | str] = {}
     if isinstance(value, Mapping):
         if "score" not in value:
             raise BadReturn(f'a dict without "score" (keys: {reprlib.repr(list(value))})')
-        details = {str(k): x for k, v in value.items() if k != "score" and (x := _finite(v)) is not None}
+        details |= {str(k): x for k, v in value.items() if k != "score" and (x := _finite(v)) is not None}
+        if value.get(PRED) is not None:
+            details[PRED] = str(value[PRED])
         value = value["score"]
-    else:
-        details = {}
     if value is None:
         return None, details
     score = _finite(value)
@@ -111,7 +115,7 @@ def read_return(value: object) -> tuple[float | None, dict[str, float]]:
     return score, details
 
 
-def read_batch(value: object, size: int) -> list[tuple[float | None, dict[str, float]]]:
+def read_batch(value: object, size: int) -> list[tuple[float | None, dict[str, float | str]]]:
     """read_return of each of the `size` values that a function for batches returned. BadReturn when there are not so
     many."""
     if isinstance(value, str | Mapping) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):

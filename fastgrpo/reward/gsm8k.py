@@ -47,14 +47,25 @@ def load(strict: bool, format_score: float) -> Callable[..., object]:
 
 def compute_score(
     response: str, reference: str | None, strict: bool = True, format_score: float = 0.0
-) -> dict[str, float | None]:
+) -> dict[str, float | str | None]:
     gold = reference_number(reference)
     answer = number_after_marker(response) if strict else last_number(response)
     if gold is None:
         return {"score": None, "formatted": float(answer is not None)}
     correct = answer == gold
     score = 1.0 if correct else format_score if answer is not None else 0.0
-    return {"score": score, "correct": float(correct), "formatted": float(answer is not None)}
+    return {
+        "score": score,
+        "correct": float(correct),
+        "formatted": float(answer is not None),
+        "pred": None if answer is None else _written(answer),
+    }
+
+
+def _written(value: Decimal) -> str:
+    """Equal numbers alike: 7 for 7.00."""
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def reference_number(reference: str | None) -> Decimal | None:

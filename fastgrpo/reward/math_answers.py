@@ -62,7 +62,7 @@ def load(strict: bool, format_score: float) -> Callable[..., object]:
 
 def compute_score(
     response: str, reference: str | None, strict: bool = True, format_score: float = 0.0
-) -> dict[str, float | None]:
+) -> dict[str, float | str | None]:
     answer = answer_text(response, strict)
     found = float(answer is not None)
     gold = None if reference is None else last_boxed(reference) or reference
@@ -74,7 +74,8 @@ def compute_score(
         correct = equal(answer, gold)
     except Slow:
         return {"score": None, "formatted": found, "slow": 1.0}
-    return {"score": 1.0 if correct else format_score, "correct": float(correct), "formatted": found}
+    score = 1.0 if correct else format_score
+    return {"score": score, "correct": float(correct), "formatted": found, "pred": clean(answer)}
 
 
 def equal(answer: str, reference: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fastgrpo.errors import UserError
 from fastgrpo.records import Score
-from fastgrpo.reward.function import LocalReward, Outcome, RewardFunction
+from fastgrpo.reward.function import PRED, LocalReward, Outcome, RewardFunction
 
 _STATUSES = ("scored", "unscored", "timeout", "error")  # from best to worst
 
@@ -22,9 +22,15 @@ def total(functions: Sequence[RewardFunction | LocalReward], outcomes: Sequence[
     return Score(
         total=math.fsum(terms) if len(terms) == len(counted) else None,
         parts={f.label: outcome.score for f, outcome in pairs},
-        details={f"{f.label}/{key}": value for f, outcome in pairs for key, value in outcome.details.items()},
+        details={
+            f"{f.label}/{key}": value
+            for f, outcome in pairs
+            for key, value in outcome.details.items()
+            if not isinstance(value, str)
+        },
         status=max((outcome.status for f, outcome in pairs if f.weight != 0), key=_STATUSES.index),
         error=errors[0] if errors else None,
+        pred=next((str(outcome.details[PRED]) for _, outcome in pairs if PRED in outcome.details), None),
     )
 
 

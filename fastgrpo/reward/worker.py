@@ -202,7 +202,7 @@ async def _all_at_once(
     await asyncio.gather(*(one(job, arguments) for job, arguments in jobs))
 
 
-def _scored(value: tuple[float | None, dict[str, float]]) -> list[object]:
+def _scored(value: tuple[float | None, dict[str, float | str]]) -> list[object]:
     return ["scored", *value]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fastgrpo.checkpoint import disk, folders
 from fastgrpo.checkpoint.disk import file_sizes, remove_tree, write_durably
-from fastgrpo.checkpoint.folders import Manifest, commit, find_checkpoints, read_manifest, retire
+from fastgrpo.checkpoint.folders import Manifest, commit, find_checkpoints, point_to_best, read_manifest, retire
 from fastgrpo.checkpoint.identity import model_fingerprint
 from fastgrpo.checkpoint.resume import check_resume, newest_run
 from fastgrpo.config import RunConfig, TrainerConfig, changed_options, to_document
@@ -107,6 +107,18 @@ def test_retention(
     assert steps(tmp_path) == left
     assert sorted(folders.step_of(path) or 0 for path in removed) == sorted({10, 20, 30, 40} - set(left))
     assert (tmp_path / "latest").read_text() == "step_000040\n"
+
+
+def test_the_best_is_pointed_to(tmp_path: Path) -> None:
+    point_to_best(tmp_path, "max")
+    assert not (tmp_path / "best").exists()
+    for step, metric in ((10, 0.5), (20, 0.9), (30, None), (40, 0.9), (50, 0.1)):
+        make(tmp_path, step, metric)
+    point_to_best(tmp_path, "max")
+    assert (tmp_path / "best").read_text() == "step_000040\n"  # of equals the newest
+    point_to_best(tmp_path, "min")
+    assert (tmp_path / "best").read_text() == "step_000050\n"
+    assert find_checkpoints(tmp_path).passed_over == []
 
 
 def test_retention_counts_complete_ones_alone(tmp_path: Path) -> None:

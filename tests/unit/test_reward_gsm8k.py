@@ -97,9 +97,14 @@ def test_strict_verdict(response: str, reference: str, score: float) -> None:
 
 
 def test_details_tell_right_from_well_formed() -> None:
-    assert compute_score("#### 4", "5", format_score=0.2) == {"score": 0.2, "correct": 0.0, "formatted": 1.0}
-    assert compute_score("4", "4") == {"score": 0.0, "correct": 0.0, "formatted": 0.0}
-    assert compute_score("so 4", "4", strict=False) == {"score": 1.0, "correct": 1.0, "formatted": 1.0}
+    assert compute_score("#### 4", "5", format_score=0.2) == {
+        "score": 0.2,
+        "correct": 0.0,
+        "formatted": 1.0,
+        "pred": "4",
+    }
+    assert compute_score("4", "4") == {"score": 0.0, "correct": 0.0, "formatted": 0.0, "pred": None}
+    assert compute_score("so 4", "4", strict=False) == {"score": 1.0, "correct": 1.0, "formatted": 1.0, "pred": "4"}
 
 
 @pytest.mark.parametrize("reference", [None, "", "none", "####"])

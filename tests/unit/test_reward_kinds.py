@@ -44,9 +44,10 @@ def test_chosen_letter(response: str, strict: str | None, flexible: str | None) 
 
 
 def test_choice_scores() -> None:
-    assert compute_score("B", "B") == {"score": 1.0, "correct": 1.0, "formatted": 1.0}
-    assert compute_score("A", "(B)", format_score=0.1) == {"score": 0.1, "correct": 0.0, "formatted": 1.0}
-    assert compute_score("well", "B", format_score=0.1) == {"score": 0.0, "correct": 0.0, "formatted": 0.0}
+    right, wrong, none = (compute_score(text, "(B)", format_score=0.1) for text in ("B", "A", "well"))
+    assert right == {"score": 1.0, "correct": 1.0, "formatted": 1.0, "pred": "B"}
+    assert wrong == {"score": 0.1, "correct": 0.0, "formatted": 1.0, "pred": "A"}
+    assert none == {"score": 0.0, "correct": 0.0, "formatted": 0.0, "pred": None}
     for reference in (None, "", "Berlin", "12"):
         assert compute_score("B", reference)["score"] is None
 

@@ -199,8 +199,9 @@ def test_answer_text(response: str, strict: bool, answer: str | None) -> None:
 
 
 def test_scores_and_details() -> None:
-    assert compute_score(r"\boxed{5}", "5") == {"score": 1.0, "correct": 1.0, "formatted": 1.0}
-    assert compute_score(r"\boxed{6}", "5", format_score=0.1) == {"score": 0.1, "correct": 0.0, "formatted": 1.0}
+    right, wrong = (compute_score(rf"\boxed{{{x}}}", "5", format_score=0.1) for x in (5, 6))
+    assert right == {"score": 1.0, "correct": 1.0, "formatted": 1.0, "pred": "5"}
+    assert wrong == {"score": 0.1, "correct": 0.0, "formatted": 1.0, "pred": "6"}
     assert compute_score("5", "5") == {"score": 0.0, "correct": 0.0, "formatted": 0.0}
     assert compute_score("5", "5", strict=False)["score"] == 1.0
     assert compute_score(r"\boxed{5}", r"We find \boxed{5}.")["score"] == 1.0  # a whole solution as reference

@@ -286,7 +286,7 @@ def test_dict_details() -> None:
 
     with running(score) as runner:
         result = runner.score(requests("x"))[0]
-    assert result == Score(0.5, {"score": 0.5}, {"score/acc": 1.0, "score/len": 4.0}, "scored")
+    assert result == Score(0.5, {"score": 0.5}, {"score/acc": 1.0, "score/len": 4.0}, "scored", pred="72")
 
 
 def test_an_error_on_the_whole_first_batch_is_a_mistake() -> None:
