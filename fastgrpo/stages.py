@@ -193,7 +193,7 @@ def _be_deterministic() -> None:
     """Operations without a deterministic form warn: the engine, in this process too, has some that change nothing."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a search for bugs, at the price of a write
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - for bugs
 
 
 def _check_model(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:

@@ -195,50 +195,29 @@ def exp_gemm_kernel(
         # by halves: 128 accumulators a thread leave no registers for the epilogue's own values
         halves = tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        _epilogue(
-            left,
-            exp_desc,
-            bias_ptr,
-            target_ptr,
-            slope_ptr,
-            shift_ptr,
-            tile_shift_ptr,
-            tile_sum_ptr,
-            tile_mean_ptr,
-            tile_stride,
-            softcap_inverse,
-            num_rows,
-            vocab,
-            row_tile,
-            2 * column_tile,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            STORE,
-            ROWS,
-            COLUMNS // 2,
-        )
-        _epilogue(
-            right,
-            exp_desc,
-            bias_ptr,
-            target_ptr,
-            slope_ptr,
-            shift_ptr,
-            tile_shift_ptr,
-            tile_sum_ptr,
-            tile_mean_ptr,
-            tile_stride,
-            softcap_inverse,
-            num_rows,
-            vocab,
-            row_tile,
-            2 * column_tile + 1,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            STORE,
-            ROWS,
-            COLUMNS // 2,
-        )
+        for half in tl.static_range(2):
+            _epilogue(
+                left if half == 0 else right,
+                exp_desc,
+                bias_ptr,
+                target_ptr,
+                slope_ptr,
+                shift_ptr,
+                tile_shift_ptr,
+                tile_sum_ptr,
+                tile_mean_ptr,
+                tile_stride,
+                softcap_inverse,
+                num_rows,
+                vocab,
+                row_tile,
+                2 * column_tile + half,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                STORE,
+                ROWS,
+                COLUMNS // 2,
+            )
 
 
 @triton.jit(do_not_specialize=["num_rows", "tile_stride"])
