@@ -125,6 +125,7 @@ def build_stages(
     if config.trainer.deterministic:
         _be_deterministic()
     mesh = build_mesh(device_type, sp=layout.sp, tp=layout.tp, replicas=layout.replicas)
+    held = _allocated(mesh.device)  # by an engine of a former run, asleep; 0 without one
     config, plan = settle_memory(config, _sizes(config, model_dir, ref_dir), layout, mesh)
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
     torch.manual_seed(seed)
@@ -137,7 +138,7 @@ def build_stages(
         rewards.load(mesh.device)
     before = _allocated(mesh.device)
     engine = engine or build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
-    engine_bytes = _allocated(mesh.device) - before
+    engine_bytes = held + _allocated(mesh.device) - before
     share = Share(
         dp=mesh.dp,
         dp_rank=mesh.dp_rank,
