@@ -12,6 +12,7 @@ import sys
 import time
 
 from fastgrpo.errors import ConfigError, UserError
+from fastgrpo.redact import redact
 
 PATIENCE_S = 15.0  # longer than rank 0 needs to start, meet the same mistake and exit
 TURN_S = 0.5  # between two ranks that wait to speak
@@ -40,4 +41,4 @@ def complain(error: UserError) -> None:
     if rank() == 0 or error.speaks_alone or not isinstance(error, ConfigError):
         lines = str(error).splitlines() or [type(error).__name__]
         text = f" {lines[0]}" if len(lines) == 1 else "\n  ".join(["", *lines])
-        print(f"fastgrpo:{text}", file=sys.stderr, flush=True)
+        print(redact(f"fastgrpo:{text}"), file=sys.stderr, flush=True)

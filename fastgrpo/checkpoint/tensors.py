@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from fastgrpo.checkpoint.index import read_index
+
 _READ_BYTES = 1 << 30  # full tensors that are read back at a time
 
 
@@ -83,10 +85,6 @@ def write_shard(folder: Path, plan: SavePlan, planner: ShardPlanner) -> list[Wri
 def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
     """`.metadata`, from all ranks' results: which file holds which rows."""
     FileSystemWriter(folder).finish(metadata, results)
-
-
-def read_index(folder: Path) -> Metadata:
-    return FileSystemReader(folder).read_metadata()
 
 
 @torch.no_grad()

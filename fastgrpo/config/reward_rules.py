@@ -11,6 +11,7 @@ from operator import or_
 from fastgrpo.config.layout import Layout
 from fastgrpo.config.reward_schema import NEEDS_REFERENCE, READ_BY, RewardFunctionConfig, RewardKind
 from fastgrpo.config.schema import RunConfig
+from fastgrpo.redact import redact
 
 INHERITED = {"mode", "format_score"}  # may stay behind when an experiment exchanges the kind of another's function
 _SANDBOX_S = 12  # to make a sandbox on a busy machine, and to end it
@@ -71,6 +72,11 @@ def code_limits_fit(c: RunConfig, layout: Layout) -> Iterator[str]:
 def judges_and_models_are_found(c: RunConfig, layout: Layout) -> Iterator[str]:
     for label, function in c.reward.functions.items():
         key = f"reward.functions.{label}"
+        if function.url is not None and redact(function.url) != function.url:
+            yield (
+                f"{key}.url={redact(function.url)} holds a secret, which would be kept with the run; put it into an "
+                f"environment variable and set {key}.api_key_env to its name"
+            )
         if function.url is not None and not re.match(r"https?://[^/\s]", function.url):
             yield f"{key}.url={function.url} must begin with http:// or https://"
         if function.kind == "judge" and not (function.url and function.model):

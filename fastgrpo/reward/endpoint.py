@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from fastgrpo.errors import ConfigError
+from fastgrpo.redact import redact
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _PASSING = (408, 425, 429)
@@ -49,18 +50,18 @@ class Endpoint:
                     return _json(response, self._url), attempt
                 trouble = f"status {response.status_code}: {response.text[:200].strip()}"
                 if response.status_code < 500 and response.status_code not in _PASSING:
-                    raise EndpointError(f"{self._url}: {trouble}")
+                    raise EndpointError(redact(f"{self._url}: {trouble}"))
                 pause = _wanted_pause(response, pause)
             if attempt < self._max_retries:
                 await asyncio.sleep(pause)
-        raise EndpointError(f"{self._url}: {trouble} (asked {self._max_retries + 1} times)")
+        raise EndpointError(redact(f"{self._url}: {trouble} (asked {self._max_retries + 1} times)"))
 
 
 def _json(response: httpx.Response, url: str) -> Any:
     try:
         return response.json()
     except ValueError:
-        raise EndpointError(f"{url}: the answer is no JSON: {response.text[:200].strip()}") from None
+        raise EndpointError(redact(f"{url}: the answer is no JSON: {response.text[:200].strip()}")) from None
 
 
 def _wanted_pause(response: httpx.Response, pause: float) -> float:

@@ -149,7 +149,7 @@ def _load_model(folder: Path, device: torch.device, option: str) -> PreTrainedMo
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True
+            folder, dtype=dtype, output_loading_info=True, use_safetensors=True, trust_remote_code=False
         )
     except (ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
@@ -166,7 +166,7 @@ def _load_model(folder: Path, device: torch.device, option: str) -> PreTrainedMo
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def _column(model: PreTrainedModel, label: str | None, option: str) -> int:

@@ -15,7 +15,8 @@ from small_runs import document
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from fastgrpo.checkpoint.tensors import full_masters, read_index
+from fastgrpo.checkpoint.index import read_index
+from fastgrpo.checkpoint.tensors import full_masters
 from fastgrpo.config import OptimConfig, RunConfig
 from fastgrpo.mesh import build_mesh
 from fastgrpo.metrics import Sums

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from small_runs import SmallRuns, document
 
 from fastgrpo.checkpoint.folders import find_checkpoints
-from fastgrpo.checkpoint.tensors import full_masters, read_index
+from fastgrpo.checkpoint.index import read_index
+from fastgrpo.checkpoint.tensors import full_masters
 from fastgrpo.watchdog import ENDED
 
 VALIDATED = {"data__val_files": ["arithmetic"], "data__arithmetic__val_size": 2, "trainer__test_freq": 2}

@@ -373,6 +373,12 @@ BROKEN = [
         ["data.choices_key=options", "{choices}"],
     ),
     ("judges_and_models_are_found", 1, {STYLE: {"kind": "file"}}, [f"{STYLE}.path=None", "FILE.jsonl"]),
+    (
+        "judges_and_models_are_found",
+        1,
+        {STYLE: {**JUDGE, "url": "https://me:hunter2@judge.example/v1"}},
+        [f"{STYLE}.url=https://***@judge.example/v1 holds a secret", f"{STYLE}.api_key_env"],
+    ),
     ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_score": 0}}, [f"{STYLE}.max_score=0", "above 0"]),
     ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_retries": -1}}, [f"{STYLE}.max_retries=-1", "0 or more"]),
     ("length_reward_fits", 1, {STYLE: {"kind": "length", "max_length": 0}}, [f"{STYLE}.max_length=0", "null"]),
