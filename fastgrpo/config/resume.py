@@ -43,6 +43,7 @@ FREE = (
     "actor.use_liger",
     "actor.gradient_checkpointing",
     "actor.activation_offload",
+    "actor.mlp_slices",
     "actor.fsdp.",
     "ref.offload_policy",
     "trainer.",  # but for what FIXED holds
