@@ -15,6 +15,7 @@ checkpoint is set aside by whoever writes there (report.py).
 
 from __future__ import annotations
 
+import fcntl
 import re
 import time
 from collections.abc import Mapping
@@ -53,6 +54,9 @@ def check_resume(config: RunConfig) -> None:
     folder, checkpoint = _candidate(config.trainer)
     if folder is None:
         return
+    if _is_held(folder):
+        _beside(config.trainer, folder)
+        return
     found = _checkpoints(folder, checkpoint, explicit=config.trainer.resume != "auto")
     if found.complete and not (config.trainer.resume == "auto" and _finished_steps(folder)):
         refuse_changes(*found.complete[0], config)
@@ -90,10 +94,7 @@ def _choose(config: RunConfig, identity: Identity, total_steps: int) -> tuple[St
         return _new_run(trainer, (*skipped, f"{folder} holds no complete checkpoint: this is a new run"))
     lock, free = _lock(folder)
     if not free:
-        where = f"{folder} is being written by another process"
-        if auto:
-            return _new_run(trainer, (f"{where}: this is a new run beside it",))
-        raise ConfigError(f"trainer.resume={trainer.resume}: {where}; wait until it has ended")
+        return _new_run(trainer, (_beside(trainer, folder),))
     path, manifest = found.complete[0]
     refuse_changes(path, manifest, config)
     refuse_other_material(path, manifest, config, identity, total_steps)
@@ -101,6 +102,14 @@ def _choose(config: RunConfig, identity: Identity, total_steps: int) -> tuple[St
     world = f", saved by {manifest.world} ranks"
     said = (*skipped, f"resuming {folder} after step {manifest.step} of {total_steps}{world}{never}")
     return Start(folder, path, manifest, said), lock
+
+
+def _beside(trainer: TrainerConfig, folder: Path) -> str:
+    """What is said of a new run beside `folder`, which is being written. Raises ConfigError where it was asked for."""
+    where = f"{folder} is being written by another process"
+    if trainer.resume != "auto":
+        raise ConfigError(f"trainer.resume={trainer.resume}: {where}; wait until it has ended")
+    return f"{where}: this is a new run beside it"
 
 
 def _candidate(trainer: TrainerConfig) -> tuple[Path | None, Path | None]:
@@ -225,3 +234,15 @@ def _lock(folder: Path) -> tuple[FileLock | None, bool]:
     except (NotImplementedError, OSError):
         return None, True
     return lock, True
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a run has `_lock(folder)`. Shared, since all ranks ask at once; rank 0 takes it after all have asked."""
+    try:
+        with (folder / _LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file, or a file system without locks: nobody is known to have it
+        return False
+    return False

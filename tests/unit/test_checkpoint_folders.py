@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from fastgrpo.checkpoint import disk, folders
 from fastgrpo.checkpoint.disk import file_sizes, remove_tree, write_durably
 from fastgrpo.checkpoint.folders import Manifest, commit, find_checkpoints, point_to_best, read_manifest, retire
 from fastgrpo.checkpoint.identity import model_fingerprint
 from fastgrpo.checkpoint.resume import check_resume, newest_run
-from fastgrpo.config import RunConfig, TrainerConfig, changed_options, to_document
+from fastgrpo.config import DataConfig, RunConfig, TrainerConfig, changed_options, to_document
 from fastgrpo.config.build import option_keys
 from fastgrpo.config.resume import COMPARED, FIXED, FREE, IDENTITY
 from fastgrpo.errors import ConfigError
@@ -261,6 +263,26 @@ def test_paths_that_lead_to_no_checkpoint(tmp_path: Path) -> None:
     assert "is no complete checkpoint: state/__0_0.distcp is missing" in refusal(
         tmp_path / "checkpoints" / "step_000010"
     )
+
+
+def test_a_run_that_is_being_written_is_not_compared(tmp_path: Path) -> None:
+    """The same experiment with another reward or batch starts beside it; by its path it cannot be had."""
+    run = tmp_path / "e-20261130-101500"
+    before = to_document(RunConfig())
+    (run / "checkpoints" / "step_000010.part").mkdir(parents=True)
+    commit(run / "checkpoints" / "step_000010.part", Manifest(10, 40, 1, before, {}, {}, None, {}))
+    other = RunConfig(data=DataConfig(train_batch_size=64), trainer=TrainerConfig(run_dir=str(tmp_path)))
+    other = replace(other, trainer=replace(other.trainer, experiment_name="e"))
+    by_path = replace(other, trainer=replace(other.trainer, resume=str(run)))
+    for lock in (None, FileLock(run / ".lock")):  # there was never a lock; there was one
+        if lock is not None:
+            with lock:
+                check_resume(other)
+                with pytest.raises(ConfigError, match="is being written by another process; wait until it has ended"):
+                    check_resume(by_path)
+        for config in (other, by_path):
+            with pytest.raises(ConfigError, match=r"data\.train_batch_size was 128 and is 64"):
+                check_resume(config)
 
 
 def test_a_model_is_known_by_its_ends(tiny_model: Path, tmp_path: Path) -> None:
