@@ -28,6 +28,7 @@ FREE = (
     "rollout.max_num_batched_tokens",
     "rollout.kv_cache_gib",
     "rollout.enforce_eager",
+    "rollout.cudagraph_capture_sizes",
     "rollout.sleep_level",
     "rollout.max_logprob_gap",
     "rollout.val_kwargs.",

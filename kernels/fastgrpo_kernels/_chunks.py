@@ -289,6 +289,10 @@ def check_head(
 def row_vector(name: str, x: Tensor, hidden_NH: Tensor) -> Tensor:
     """A per-row constant, detached and contiguous, in the dtype of the computation; ValueError for another shape, kind
     or device."""
+    if not isinstance(x, Tensor):
+        raise ValueError(
+            f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, got {x!r}"
+        )
     if x.shape != hidden_NH.shape[:1] or not x.dtype.is_floating_point or x.device != hidden_NH.device:
         raise ValueError(
             f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, one value for "
@@ -301,7 +305,7 @@ def temperature_rows(temperature: float | Tensor, hidden_NH: Tensor) -> Tensor:
     """Temperature of each row; one number for all gives the same bits as a tensor full of it."""
     if isinstance(temperature, Tensor):
         return row_vector("temperature", temperature, hidden_NH)
-    if not temperature > 0:
+    if not isinstance(temperature, int | float) or not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}: greedy samples have no logprob to train on")
     return torch.full(hidden_NH.shape[:1], temperature, dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
 
@@ -316,12 +320,25 @@ def choose_impl(impl: str, hidden_NH: Tensor) -> str:
     on_gpu = hidden_NH.is_cuda and hidden_NH.dtype != torch.float64
     if impl == "auto":
         return "auto" if on_gpu else "reference"
-    if impl != "reference" and not on_gpu and not _interpreted():
+    interpreted = impl != "reference" and not hidden_NH.is_cuda and _interpreted()
+    if impl == "rows" and not (on_gpu or interpreted):
         raise ValueError(
-            f"impl {impl!r} is for bfloat16 and float32 on a CUDA device, got {hidden_NH.dtype} on "
-            f"{hidden_NH.device}: use 'auto' (TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU)"
+            f"impl 'rows' is for bfloat16 and float32 on a CUDA device, got {hidden_NH.dtype} on {hidden_NH.device}: "
+            "use 'auto' (TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU)"
+        )
+    if impl == "epilogue" and not (runs_epilogue(hidden_NH) or (interpreted and hidden_NH.dtype == torch.float32)):
+        raise ValueError(
+            f"impl 'epilogue' is for bfloat16 on a CUDA device of compute capability 9, got {hidden_NH.dtype} on "
+            f"{hidden_NH.device}: use 'auto' (TRITON_INTERPRET=1 runs it on a CPU, on float32 alone)"
         )
     return impl
+
+
+def runs_epilogue(hidden_NH: Tensor) -> bool:
+    """bfloat16 on a GPU with TMA and the tensor cores that the epilogue form was made for."""
+    if not hidden_NH.is_cuda or hidden_NH.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(hidden_NH.device)[0] == 9
 
 
 def _interpreted() -> bool:

@@ -14,7 +14,6 @@ Shape suffixes: N rows, C rows of a chunk, S rows of a sub-chunk, H hidden, V vo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypedDict
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from fastgrpo_kernels._chunks import Head, product
+from fastgrpo_kernels._chunks import Head, product, runs_epilogue
 from fastgrpo_kernels._exp_gemm import GEMM, Partials, exp_gemm, fits_exp_gemm
 from fastgrpo_kernels._exp_rows import RowStats, entropy_gradients, exp_rows
 
@@ -49,7 +48,7 @@ def make_plan(hidden_NH: Tensor, weight_VH: Tensor, chunk_bytes: int, *, epilogu
     vocab, width = weight_VH.shape
     padded = _round_up(vocab, _LEADING)
     if epilogue is None:
-        epilogue = weight_VH.dtype == torch.bfloat16 and _has_tma(hidden_NH.device)
+        epilogue = runs_epilogue(hidden_NH)
     epilogue = epilogue and fits_exp_gemm(hidden_NH, weight_VH)
     row_bytes = padded * weight_VH.element_size() + 4 * width  # D, and room for dX in fp32 or for scale * X
     if epilogue:
@@ -72,11 +71,6 @@ def _round_up(n: int, multiple: int) -> int:
 def _floor_rows(rows: int, most: int) -> int:
     rows = max(1, min(rows, most))
     return rows if rows < _ROW_MULTIPLE else rows - rows % _ROW_MULTIPLE
-
-
-@functools.cache
-def _has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def empty_rows(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> Tensor:

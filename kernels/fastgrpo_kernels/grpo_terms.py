@@ -213,6 +213,8 @@ def check_settings(settings: GrpoSettings, rows: GrpoRows) -> None:
         raise ValueError(f"clip_low and clip_high must not be negative, got {settings.clip_low}, {settings.clip_high}")
     if not settings.clip_c > 1:
         raise ValueError(f"clip_c must be above 1, got {settings.clip_c}: use {math.inf} for no dual clip")
+    if settings.importance_max < 0:
+        raise ValueError(f"importance_max must not be negative, got {settings.importance_max}: 0 means no weights")
     if settings.kl_coef and rows.ref_logprobs_N is None:
         raise ValueError(f"kl_coef is {settings.kl_coef} without ref_logprobs_N: pass them, or kl_coef 0")
     if rows.importance_N is not None and rows.sampler_logprobs_N is not None and settings.importance_max > 0:

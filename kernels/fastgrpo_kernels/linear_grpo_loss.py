@@ -75,7 +75,8 @@ class _LinearGrpoLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         needs = (wanted[0], wanted[1], wanted[2]) if call.differentiable else (False, False, False)
         head = Head(operand(weight_VH), bias_V, call.logit_scale, call.softcap)
-        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs, call.weight_grad_VH)
+        accumulator = call.weight_grad_VH if call.differentiable else None
+        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs, accumulator)
         run = _run_reference if call.impl == "reference" else _run_triton
         outputs = run(hidden_NH, head, call, gradients)
         ctx.save_for_backward(*gradients.finish())
@@ -217,8 +218,8 @@ def linear_grpo_loss(
     """The GRPO loss, summed over rows, with the gradients of hidden, weight and bias made in the forward.
 
     hidden_NH, weight_VH, target_N, temperature, bias_V, logit_scale, softcap, chunk_bytes, impl: as in linear_logprob
-        (with an entropy bonus the Triton form is always `rows`). The rest are constants, [N] floating tensors or
-        numbers; no gradient flows to them:
+        (with an entropy bonus the Triton form is always `rows`). The rest are constants, to which no gradient flows;
+        those called ..._N are floating tensors [N], a value for each row:
     weights_N: factor of each row's loss; every normaliser is in here.
     advantages_N.
     old_logprobs_N: logprobs at rollout time; without them the present ones, detached, so that the ratio is exactly 1.
@@ -234,7 +235,8 @@ def linear_grpo_loss(
     policy_loss: vanilla (clipped, the above); cispo: the ratio, held to [1 - low, 1 + high] and detached, weighs the
         logprob; sapo: a sigmoid gate of temperature tau_pos (advantages above 0) or tau_neg in place of the clip.
     weight_grad_VH [V, H] fp32: an accumulator that the weight's gradient is added to at once, in the forward, as for a
-        loss whose own gradient is 1; autograd then returns none for the weight. For use without FSDP.
+        loss whose own gradient is 1 (scale weights_N, not the loss); autograd then returns none for the weight. Not
+        under no_grad. For use without FSDP.
 
     Log-ratios in exponents are clamped to [-20, 20], with gradient 0 outside: loss and gradients are finite for finite
     logits and advantages, whatever the logprobs given. (kl, mse and abs have no exponent and are not clamped.)

@@ -258,5 +258,7 @@ def test_forms_need_a_gpu_or_the_interpreter(monkeypatch):
     monkeypatch.setattr(_sweep, "INTERPRETED", False)
     with pytest.raises(ValueError, match="impl 'rows' is for bfloat16 and float32 on a CUDA device, got"):
         linear_logprob(torch.zeros(1, 8), torch.zeros(3, 8), torch.zeros(1, dtype=torch.int64), impl="rows")
+    with pytest.raises(ValueError, match="impl 'epilogue' is for bfloat16 on a CUDA device of compute capability 9"):
+        linear_logprob(torch.zeros(1, 8), torch.zeros(3, 8), torch.zeros(1, dtype=torch.int64), impl="epilogue")
     with pytest.raises(ValueError, match="impl is 'cuda': choose one of auto, reference, rows, epilogue"):
         linear_logprob(torch.zeros(1, 8), torch.zeros(3, 8), torch.zeros(1, dtype=torch.int64), impl="cuda")

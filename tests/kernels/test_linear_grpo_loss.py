@@ -617,6 +617,20 @@ def test_autocast_does_not_reach_inside():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain, cast, strict=True))
 
 
+def test_an_accumulator_gets_the_gradient_of_the_weight_but_not_under_no_grad():
+    hidden, weight, target, _, temperature = problem(10, 17, 8)
+    rows = row_inputs(10, torch.full((10,), -2.0))
+    (leaf,) = leaves(weight)
+    linear_grpo_loss(hidden, leaf, target, temperature, **rows).loss.backward()
+    total = torch.ones_like(weight)
+    linear_grpo_loss(hidden, weight, target, temperature, weight_grad_VH=total, **rows)
+    torch.testing.assert_close(total - 1, leaf.grad, rtol=1e-4, atol=1e-6)
+    before = total.clone()
+    with torch.no_grad():
+        linear_grpo_loss(hidden, weight, target, temperature, weight_grad_VH=total, **rows)
+    assert torch.equal(total, before)
+
+
 def test_constants_get_no_gradient():
     hidden, weight, target, _, temperature = problem(3, 17, 8)
     rows = {name: x.requires_grad_() for name, x in row_inputs(3, torch.full((3,), -2.0)).items()}
@@ -632,6 +646,10 @@ def test_constants_get_no_gradient():
         ({"weights_N": torch.ones(4)}, r"weights_N must be a floating tensor of shape \(3,\)"),
         ({"advantages_N": torch.ones(3, 1)}, "one value for each row of hidden_NH"),
         ({"old_logprobs_N": torch.ones(3, dtype=torch.int64)}, "old_logprobs_N must be a floating tensor"),
+        ({"advantages_N": 1.0}, r"advantages_N must be a floating tensor of shape \(3,\) on cpu, got 1.0"),
+        ({"importance_max": -2.0}, "importance_max must not be negative, got -2.0"),
+        ({"policy_loss": "gspo"}, "choose one of vanilla, cispo, sapo"),
+        ({"tau_neg": 0.0}, "tau_pos and tau_neg must be positive"),
         ({"kl_type": "k4"}, "choose one of low_var_kl, k3"),
         ({"kl_coef": 0.1}, "without ref_logprobs_N"),
         ({"clip_low": -0.1}, "must not be negative"),

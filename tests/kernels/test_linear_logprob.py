@@ -336,6 +336,7 @@ def test_autocast_does_not_reach_inside():
         ({"target_N": torch.zeros(3)}, "must be int64"),
         ({"bias_V": torch.zeros(16)}, r"shape \(17,\)"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": "a"}, "temperature must be positive, got a"),
         ({"temperature": torch.ones(4)}, r"temperature must be a floating tensor of shape \(3,\)"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive"),
