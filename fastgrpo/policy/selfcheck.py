@@ -75,12 +75,12 @@ def _build(config: PretrainedConfig, attn: str, trust_remote_code: bool) -> PreT
 
 
 def _tiny(config: PretrainedConfig) -> PretrainedConfig:
-    """The same class with two layers and few heads; head size and everything that defines the maths stay."""
+    """The same class with two layers at most and few heads; head size and everything that defines the maths stay."""
     tiny = copy.deepcopy(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     grouped = getattr(config, "num_key_value_heads", config.num_attention_heads) < config.num_attention_heads
     changes = {
-        "num_hidden_layers": 2,
+        "num_hidden_layers": min(2, config.num_hidden_layers),
         "num_attention_heads": 4,
         "num_key_value_heads": 2 if grouped else 4,
         "hidden_size": 4 * head_dim,

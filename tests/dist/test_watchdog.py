@@ -47,11 +47,11 @@ def test_a_mistake_that_all_ranks_meet_is_said_once(runs, tiny_model: Path, tmp_
 
 def test_a_stage_that_hangs_is_named(runs, tiny_model: Path, tmp_path: Path) -> None:
     """Rank 0 waits for it in the same stage and for as long: the one that does not wait is the one reported."""
-    codes, said = run_with(runs, 2, tmp_path, tiny_model, "hang_in_reward", trainer__limits_s__reward=2.0)
+    codes, said = run_with(runs, 2, tmp_path, tiny_model, "hang_in_reward", trainer__limits_s__reward=1.0)
     assert codes == [ENDED, ENDED]
     [line] = [line for line in said.splitlines() if "has been in stage" in line and "the run ends" in line]
     assert line.startswith("fastgrpo: rank 1: rank 1 has been in stage reward for ")
-    assert line.endswith("; trainer.limits_s.reward=2; the run ends")
+    assert line.endswith("; trainer.limits_s.reward=1; the run ends")
     assert "in hang_in_reward" in said or "time.sleep(60)" in said  # its stacks
     [run] = tmp_path.iterdir()
     waiting = (run / "faults" / "stacks_rank0.txt").read_text()

@@ -404,6 +404,10 @@ def test_selfcheck_passes(make_tiny_model, family):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def test_selfcheck_of_a_single_layer(make_tiny_model):
+    check_packing(AutoConfig.from_pretrained(make_tiny_model("qwen2", num_hidden_layers=1)))
+
+
 def test_selfcheck_refuses_soft_caps_by_name():
     config = AutoConfig.for_model("gemma2", num_hidden_layers=2, hidden_size=64, head_dim=16)
     with pytest.raises(UserError, match="Gemma2Attention asks for softcap"):

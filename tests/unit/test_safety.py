@@ -48,6 +48,7 @@ def test_an_index_runs_no_code(wrap: Callable[[Any], Any], tmp_path: Path) -> No
         read_index(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_an_index_of_every_dtype_is_read_and_a_shard_runs_no_code(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

@@ -64,7 +64,7 @@ def test_stacks_begin_with_the_main_thread_and_name_the_others() -> None:
 
 def test_a_reward_names_the_sample_that_it_hangs_at() -> None:
     def slow(response: str) -> float:
-        time.sleep(2 if response == "slow" else 0)
+        time.sleep(1 if response == "slow" else 0)
         return 1.0
 
     runner = RewardRunner([build_callable(slow)], 1, 10.0)
