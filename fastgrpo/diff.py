@@ -5,6 +5,8 @@
     code fastgrpo.commit                 5392543...            dbe9b6f...
 
 Compares the last start of each run folder (starts.jsonl): configuration, code, versions, ranks, data, environment.
+What names the process or the job, and nothing that it does, is not compared. Of two long values the parts from where
+they differ are shown.
 Exit status as diff's: 0 the same, 1 different, 2 something cannot be read. Needs no torch.
 """
 
@@ -32,7 +34,11 @@ SECTIONS = (
     "folder",
     "environment",
 )
+# Variables of the environment with another value in each process (not recorded either), and in each job.
+PER_PROCESS = ("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "FASTGRPO_STATUS_FILE")
+PER_JOB = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 WIDTH = 44  # of a value; a longer one is cut
+CONTEXT = 12  # characters before the first that differs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,13 +65,14 @@ def last_start(run: Path) -> dict[str, Any]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs: where, a's, b's. A section is compared leaf by leaf."""
+    left_out = {f"environment.{name}" for name in (*PER_PROCESS, *PER_JOB)}
     rows: list[tuple[str, str, str]] = []
     for section in SECTIONS:
         old, new = leaves({section: a.get(section)}), leaves({section: b.get(section)})
-        for key in sorted(old.keys() | new.keys()):
+        for key in sorted((old.keys() | new.keys()) - left_out):
             if old.get(key) != new.get(key):
                 place = key.replace(".", " ", 1)
-                rows.append((place, _show(old, key), _show(new, key)))
+                rows.append((place, *_cut(_show(old, key), _show(new, key))))
     width = max((len(place) for place, _, _ in rows), default=0)
     return [f"{place:<{width}}  {old:<{WIDTH}}  {new}" for place, old, new in rows]
 
@@ -75,7 +82,21 @@ def _show(found: Mapping[str, Any], key: str) -> str:
         return "-"
     value = found[key]
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = " ".join(text.split()) if text else "''"
+    return " ".join(text.split()) if text else "''"
+
+
+def _cut(old: str, new: str) -> tuple[str, str]:
+    """Both within WIDTH, from shortly before the first character that differs."""
+    if max(len(old), len(new)) <= WIDTH:
+        return old, new
+    pairs = enumerate(zip(old, new, strict=False))
+    differs = next((at for at, (a, b) in pairs if a != b), min(len(old), len(new)))
+    start = max(0, differs - CONTEXT)
+    a, b = (f"...{text[start:]}" if start else text for text in (old, new))
+    return _shortened(a), _shortened(b)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= WIDTH else text[: WIDTH - 3] + "..."
 
 

@@ -24,6 +24,7 @@ import torch
 import fastgrpo
 from fastgrpo.checkpoint import Identity, Start
 from fastgrpo.config import Layout, RunConfig, to_document
+from fastgrpo.diff import PER_PROCESS
 from fastgrpo.mesh import Mesh
 from fastgrpo.redact import redact
 
@@ -124,5 +125,5 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: redact(value)
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIXES) and not _SECRET.search(name)
+        if name.startswith(PREFIXES) and name not in PER_PROCESS and not _SECRET.search(name)
     }

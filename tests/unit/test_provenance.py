@@ -48,6 +48,7 @@ def test_environment_without_secrets() -> None:
         "HOME": "/",
     }
     assert environment(kept | secret) == kept
+    assert environment(kept | dict.fromkeys(diff.PER_PROCESS, "x")) == kept
 
 
 def test_versions() -> None:
@@ -78,6 +79,27 @@ def test_differences() -> None:
         ["code", "fastgrpo.commit", "a" * 41 + "...", "b" * 41 + "..."],
         ["versions", "vllm", "0.31", "-"],
     ]
+
+
+def test_two_processes_of_one_run_do_not_differ() -> None:
+    def start(suffix: str, **more: str) -> dict:
+        names = ("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "FASTGRPO_STATUS_FILE", "SLURM_JOB_ID")
+        return A | {"environment": {name: suffix for name in names} | more}
+
+    assert differences(start("a"), start("b")) == []
+    assert differences(start("a"), A) == []
+    found = differences(start("a", VLLM_USE_V1="0"), start("b", VLLM_USE_V1="1"))
+    assert [line.split() for line in found] == [["environment", "VLLM_USE_V1", "0", "1"]]
+
+
+def test_long_values_are_shown_from_where_they_differ() -> None:
+    command = "/usr/bin/python -m fastgrpo.train +exp=quickstart trainer.max_steps=30 "
+    [line] = differences({"command": f"{command}rollout.n=4"}, {"command": f"{command}rollout.n=16"})
+    assert line.split() == ["command", "...0", "rollout.n=4", "...0", "rollout.n=16"]
+    [line] = differences({"command": command}, {"command": f"{command}rollout.n=16 {'x' * 60}"})
+    assert line.split()[1:] == ["...max_steps=30", "...max_steps=30", "rollout.n=16", "x" * 12 + "..."]
+    [line] = differences({"command": command}, {})
+    assert line.split() == ["command", *command[:41].split()[:-1], command[:41].split()[-1] + "...", "null"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
