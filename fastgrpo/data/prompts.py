@@ -73,6 +73,8 @@ def prompts_from_python(
     split: Split = "train",
 ) -> PromptSet:
     """Prompts given as strings or lists of messages (both without a reference), or as rows with the configured keys."""
+    if isinstance(prompts, (str, Mapping)):
+        raise UserError(f"prompts={str(prompts)[:40]!r} is one prompt: put it into a list, prompts=[...]")
     if not prompts:
         raise UserError("prompts=[] holds no prompts: give a list of strings, of message lists or of rows")
     rows = [_python_row(prompt, data) for prompt in prompts]

@@ -377,6 +377,10 @@ def test_prompts_from_python() -> None:
     assert loaded.dropped == 1 and loaded.prompts[2].meta == {"a": {"b": 7}, "level": 1}
     with pytest.raises(UserError, match="prompts=\\[\\] holds no prompts"):
         prompts_from_python([], toy_tokenizer(), data)
+    with pytest.raises(UserError, match=r"prompts='hello' is one prompt: put it into a list, prompts=\[\.\.\.\]"):
+        prompts_from_python("hello", toy_tokenizer(), data)
+    with pytest.raises(UserError, match="is one prompt"):
+        prompts_from_python({"q": "hi"}, toy_tokenizer(), data)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="prompts row 1: no column `q`; the columns there are prompt"):
         prompts_from_python(["hi", {"prompt": "hi"}], toy_tokenizer(), data)
 
