@@ -39,10 +39,15 @@ def read_config(argv: Sequence[str]) -> RunConfig:
     names = [override.value() for override in overrides if override.key_or_group == "exp"]
     if not names:
         raise ConfigError(f"no experiment given: add +exp=NAME\n{list_experiments()}")
+    if len(names) > 1:
+        given = " and ".join(f"+exp={name}" for name in names)
+        raise ConfigError(
+            f"{given}: a run has one experiment; to build on one, write a file of your own with exp: NAME at its top"
+        )
     presets = [str(o.value()) for o in overrides if _is_preset(o.key_or_group, o.value())]
     rest = [o for o in overrides if o.key_or_group != "exp" and not _is_preset(o.key_or_group, o.value())]
     try:
-        experiment = _experiment(str(names[-1]))
+        experiment = _experiment(str(names[0]))
         if presets:
             experiment = _over(experiment, _preset(presets[-1], f"algorithm={presets[-1]}"), "with_preset")
         document = _compose(experiment, rest)
@@ -112,6 +117,11 @@ def _experiment(name: str) -> str:
             f"+exp={name}: the file is no mapping of keys; write what you change, such as rollout: {{n: 8}}"
         )
     base = document.pop("exp", None)
+    if base is not None and str(base).endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"+exp={name}: exp: {base} is a file, and a file builds on a shipped experiment alone: write exp: NAME, "
+            f"and the rest of {base} into this file\n{list_experiments()}"
+        )
     if base is not None and base not in shipped:
         raise ConfigError(f"+exp={name}: there is no experiment {base}, which it builds on\n{list_experiments()}")
     if _is_preset("algorithm", document.get("algorithm")):

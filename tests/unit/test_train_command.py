@@ -80,6 +80,10 @@ def test_own_file_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("- 3", "the file is no mapping of keys"),
         ("3", "cannot be composed"),
         ("exp: nope", "there is no experiment nope, which it builds on"),
+        (
+            "exp: mine.yaml",
+            "exp: mine.yaml is a file, and a file builds on a shipped experiment alone: write exp: NAME",
+        ),
         ("model: {path: '???'}", "model.path is left open (???); set model.path=..."),
     ],
 )
@@ -121,6 +125,7 @@ def test_argument_with_a_mistake(argument: str, message: str) -> None:
     [
         ([], "no experiment given: add +exp=NAME"),
         (["+exp=gsm8k_8xa10"], "there is no experiment 'gsm8k_8xa10'; did you mean +exp=gsm8k_8xa100?"),
+        (["+exp=quickstart", "exp=rules_zh"], "+exp=quickstart and +exp=rules_zh: a run has one experiment"),
         (["+exp=nowhere/mine.yaml"], "+exp=nowhere/mine.yaml: there is no file"),
     ],
 )
