@@ -87,8 +87,11 @@ def explain(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int, pha
             [*lines, "no single option frees memory: use larger GPUs, a smaller model or shorter sequences"]
         )
     after = change.plan.short_of(phase)
-    result = f"{gib(-after)} GiB to spare" if after <= 0 else f"still {gib(after)} GiB short, take more GPUs too"
-    return "\n".join([*lines, f"what helps most: {change.text} ({result} by the plan)"])
+    if after <= 0:
+        result = f"by the plan it leaves {gib(-after)} GiB then"
+    else:
+        result = f"by the plan it is still {gib(after)} GiB short then: take more GPUs as well"
+    return "\n".join([*lines, f"what helps most: {change.text} ({result})"])
 
 
 def _parts(peak: Peak, with_reserve: int | None) -> str:
