@@ -34,6 +34,7 @@ ENDED = 70  # exit status (EX_SOFTWARE) of a rank that was ended here
 POLL_S = 0.5  # between two looks
 GRACE_S = 3.0  # for the rank that failed to print its traceback, before torchrun sees the others end
 WAITING_S = 3.0  # longer for a rank that waits for the others: the one they wait for shall be the one reported
+_LONGEST_S = 60.0  # for the thread to end this process; a store that answers nobody may hold it
 FAULTS = "faults"  # folder in the run folder: stacks and dumps, for a bug report
 
 # Stage as the clock names it -> option that limits it.
@@ -123,7 +124,7 @@ class Watchdog:
             with suppress(Exception):  # the store has gone with a rank that failed before
                 first = self._claim(self._store, f"{type(error).__name__}: {str(error).split(chr(10))[0]}")
             if not first:
-                self._thread.join()
+                self._thread.join(_LONGEST_S)
             time.sleep(2 * POLL_S)  # the others must have read it, should the store end with this rank
         if isinstance(error, UserError):
             error.speaks_alone = True
