@@ -25,9 +25,8 @@ from torch import Tensor
 
 from fastgrpo.errors import UserError
 from fastgrpo.policy.attention import Packing, choose_backend, make_packing
-from run_summary import commit, device_name, slug, versions
+from run_summary import commit, device_name, result_file, versions
 
-RESULTS = Path(__file__).parent / "results"
 BACKENDS = ("varlen", "sdpa", "flash")
 SHAPES = {"1.5B": (12, 2, 128), "7B": (28, 4, 128), "0.5B": (14, 2, 64)}  # query heads, KV heads, head size
 SMALL = (300, 1, 77, 134, 512)
@@ -55,7 +54,7 @@ def main(arguments: list[str]) -> int:
             rows += [
                 row | common for row in run_backend(backend, shape, heads, cases, torch.device(device), dtype, args)
             ]
-    out = args.out or RESULTS / f"attention_{slug(device_name())}{'_smoke' if args.smoke else ''}.json"
+    out = args.out or result_file("attention", smoke=args.smoke)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return 0

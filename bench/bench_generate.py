@@ -36,11 +36,10 @@ from fastgrpo.rollout.draw import make_requests
 from fastgrpo.rollout.process_state import kept_process_state
 from fastgrpo.rollout.vllm_draw import draw
 from made_model import make_model, make_prompts, reward_of
-from run_summary import commit, device_name, slug, versions
+from run_summary import commit, device_name, result_file, versions
 from step_ours import WORKLOAD
 from step_report import Rows
 
-RESULTS = Path(__file__).parent / "results"
 WAYS = ("notes", "none", "flat", "objects", "notes, unseeded")
 
 
@@ -65,7 +64,7 @@ def main(arguments: list[str]) -> int:
         args.shape, args.rounds, args.overrides = "tiny", 2, SMOKE + args.overrides
     with tempfile.TemporaryDirectory() as folder:
         rows = run(args, args.models or Path(folder))
-    out = args.out or RESULTS / f"generate_{slug(device_name())}{'_smoke' if args.smoke else ''}.json"
+    out = args.out or result_file("generate", smoke=args.smoke)
     common = {"versions": versions(), "commit": args.commit or commit(), "device": device_name()}
     file = Rows(out, common, key=("way", "workload"))
     for row in rows:

@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from fastgrpo import Trainer
+from fastgrpo import Trainer, console
 from fastgrpo.compose import read_config
+from fastgrpo.errors import UserError
 from fastgrpo.plan import Plan, with_option
 from fastgrpo.plan.constants import GIB
 from fastgrpo.plan.settle import OPTIONS
@@ -170,5 +171,15 @@ def _take(arguments: list[str], flag: str, default: str) -> str:
     return value
 
 
+def command(argv: Sequence[str]) -> int:
+    """`main` with the exit status of a command: 2 after a mistake of the user, which is said without a traceback."""
+    try:
+        main(argv)
+    except UserError as error:
+        console.complain(error)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(command(sys.argv[1:]))

@@ -33,10 +33,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from run_summary import commit, device_name, slug, versions
+from run_summary import commit, device_name, result_file, versions
 from step_report import Rows, render
 
-RESULTS = Path(__file__).parent / "results"
 REFERENCE = "Qwen2.5-1.5B-Instruct"
 IMPLS = ("ours", "trl", "trl_liger")
 CHILDREN = (*IMPLS, "trl_fp32", "trl_liger_fp32")  # fp32: TRL with float32 masters, as ours always has
@@ -92,7 +91,7 @@ def main(arguments: list[str]) -> int:
             "FILE draws an existing result."
         )
         return 2
-    out = args.out or RESULTS / f"step_{slug(device_name())}{'_smoke' if args.smoke else ''}.json"
+    out = args.out or result_file("step", smoke=args.smoke)
     rows = Rows(out, {"versions": versions(PACKAGES), "commit": args.commit or commit(), "device": device_name()})
     with tempfile.TemporaryDirectory() as folder:
         failed = run_all(args, rows, args.models or Path(folder))

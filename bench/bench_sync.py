@@ -34,12 +34,11 @@ from fastgrpo.records import Request, Sampling
 from fastgrpo.rollout.engine import sample_seed
 from fastgrpo.rollout.vllm import VllmEngine
 from made_model import make_model, make_prompts, reward_of
-from run_summary import commit, device_name, slug, versions
+from run_summary import commit, device_name, result_file, versions
 from step_memory import GIB
 from step_ours import WORKLOAD
 from step_report import Rows
 
-RESULTS = Path(__file__).parent / "results"
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 ANSWER_TOKENS = 32
 SMOKE = ["data.train_batch_size=2", "rollout.n=2", "data.max_prompt_length=12", "data.max_response_length=40"]
@@ -79,7 +78,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         row, is_main = run(args, args.models or Path(folder))
     if is_main:
-        out = args.out or RESULTS / f"sync_{slug(device_name())}{'_smoke' if args.smoke else ''}.json"
+        out = args.out or result_file("sync", smoke=args.smoke)
         common = {"versions": versions(), "commit": args.commit or commit(), "device": device_name()}
         Rows(out, common, key=("shape", "ranks", "tensor_parallel")).put(row)
         print(row, flush=True)

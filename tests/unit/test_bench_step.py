@@ -21,6 +21,7 @@ from fastgrpo.compose import read_config
 from fastgrpo.config import check
 from made_engine import MadeEngine
 from made_model import make_model, make_prompts, reward_of, shape_config
+from run_summary import result_file
 from step_ours import WORKLOAD
 from step_report import Rows, render
 
@@ -158,6 +159,17 @@ def run_script(name, *arguments):
     environ = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     command = [sys.executable, str(ROOT / "bench" / name), *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_a_smoke_run_leaves_nothing_among_the_results(capsys):
+    """Attention is the quickest of the four that take --smoke; they share result_file."""
+    results = set((ROOT / "bench" / "results").iterdir())
+    assert bench_attention.main(["--smoke", "--repeats", "1"]) == 0
+    file = Path(capsys.readouterr().out.partition("its rows go to ")[2].splitlines()[0])
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["backend"] for row in rows} >= {"sdpa"} and file.name == "attention_smoke.json"
+    assert set((ROOT / "bench" / "results").iterdir()) == results
+    assert result_file("step", smoke=False).parent == ROOT / "bench" / "results"
 
 
 @pytest.mark.slow
