@@ -6,6 +6,7 @@ before they end; those that hit the same mistake are ended while they wait.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,11 @@ from fastgrpo.redact import redact
 
 PATIENCE_S = 15.0  # longer than rank 0 needs to start, meet the same mistake and exit
 TURN_S = 0.5  # between two ranks that wait to speak
+# What libraries say at every start without consequence: logger, how the line begins, devices on which it means nothing.
+NOISE = (
+    ("vllm.triton_utils.importing", "Triton is installed, but", ("cpu",)),
+    ("transformers.tokenization_utils_tokenizers", "Ignoring clean_up_tokenization_spaces=True", ("cpu", "cuda")),
+)
 
 
 def rank() -> int:
@@ -26,6 +32,22 @@ def say(text: str) -> None:
     """Print on rank 0."""
     if rank() == 0:
         print(text, flush=True)
+
+
+def drop_noise(device: str) -> None:
+    """Leave out the lines of NOISE; everything else of those loggers is shown. To be called before they speak."""
+    for logger, beginning, devices in NOISE:
+        if device in devices:
+            logging.getLogger(logger).addFilter(_Without(beginning))
+
+
+class _Without(logging.Filter):
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginning)
 
 
 def complain(error: UserError) -> None:

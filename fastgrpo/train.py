@@ -48,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
     layout = check(config, start.world, ranks_per_node=start.ranks_per_node)
     device = launch.resolve_device(config, launch.count_gpus(), start.ranks_per_node)
     launch.share_cpu(device, os.environ)
+    console.drop_noise(device)
     if start.relaunch:
         launch.relaunch(start.world, argv, config.trainer.shutdown_timeout_s)
     check_run_dir(config.trainer.run_dir)
