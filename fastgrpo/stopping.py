@@ -10,7 +10,9 @@ nothing is saved unless every rank says that it is here. Not here: ending a proc
 (watchdog.py).
 
 Ctrl-C a second time ends at once. A terminal's Ctrl-C may reach a worker twice, directly and through torchrun, so
-within half a second it counts once: longer than the way through torchrun, shorter than a second thought.
+within half a second it counts once: longer than the way through torchrun, shorter than a second thought. Where workers
+have sessions of their own they hear of torchrun alone, which passes the first press on as SIGINT and the second as
+SIGTERM: after a Ctrl-C that ends at once as well.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fastgrpo.mesh import Mesh, Store, open_store
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAVED = 75  # exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL: try again later)
 INTERRUPTED = 130  # after Ctrl-C
+AGAIN = (signal.SIGINT, signal.SIGTERM)  # what a second Ctrl-C arrives as
 ONE_PRESS_S = 0.5  # two SIGINTs within it are one Ctrl-C: torchrun passes its own on within milliseconds
 GO_ON = "-"
 _KEPT_TURNS = 64  # keys of more turns ago than a step has are deleted
@@ -105,13 +108,13 @@ class Stopper:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if signum == signal.SIGINT:
-            if self._first_interrupt_s is not None and now - self._first_interrupt_s > ONE_PRESS_S:
-                os._exit(INTERRUPTED)  # no clean-up: it may be the clean-up that hangs
-            if self._first_interrupt_s is None:
+        if self._first_interrupt_s is None:
+            if signum == signal.SIGINT:
                 self._first_interrupt_s = now
                 if self._mesh.is_main:  # not print: the signal may have come in the middle of one
                     os.write(2, b"\ninterrupted: saving at the end of this phase; Ctrl-C again ends at once\n")
+        elif signum in AGAIN and now - self._first_interrupt_s > ONE_PRESS_S:
+            os._exit(INTERRUPTED)  # no clean-up: it may be the clean-up that hangs
         if self._signum is None:
             self._signum = signum
 
