@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,6 @@ from fastgrpo.config.build import option_keys
 from fastgrpo.config.resume import COMPARED, FIXED, FREE, IDENTITY
 from fastgrpo.errors import ConfigError
 from fastgrpo.history import go_back
-from fastgrpo.plan import settle_on_cpu
-from fastgrpo.plan.settle import OPTIONS
 
 
 def make(root: Path, step: int, metric: float | None = None) -> Path:
@@ -228,17 +224,6 @@ def test_options_that_may_differ() -> None:
     place = "the place in the data would mean something else"
     assert changed(data__train_batch_size=4) == [f"data.train_batch_size was 128 and is 4 ({place})"]
     assert len(changed(trainer__seed=1, data__shuffle=False, allow=["trainer.seed", "data.shuffle"])) == 2
-
-
-def test_a_run_goes_on_from_its_own_decisions() -> None:
-    """What the memory plan decided is in the checkpoint; the command that began the run still leaves it open."""
-    assert changed_options(to_document(settle_on_cpu(RunConfig())), RunConfig()) == []
-    decided = {option: 1 for option in OPTIONS.values()}
-    before = to_document(RunConfig())
-    for option, value in decided.items():
-        *sections, leaf = option.split(".")
-        reduce(getitem, sections, before)[leaf] = value if "offload" not in leaf and "reshard" not in leaf else True
-    assert changed_options(before, RunConfig()) == []
 
 
 def test_a_run_of_a_version_with_fewer_options_is_continued() -> None:
