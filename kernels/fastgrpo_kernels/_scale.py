@@ -1,7 +1,7 @@
 """A product with a number, for each row or for all, and a change of dtype, in one pass over memory, in Triton.
 
-torch does the same in one launch, but without wide loads where dtypes differ: 3.2 ms instead of 1 ms of a training pass
-at H = 3584, V = 152064 and 16384 rows on an H200.
+torch does the same in one launch, but without wide loads where dtypes differ: 3.2 ms of a training pass at H = 3584,
+V = 152064 and 16384 rows on an H200, whose memory would move these bytes in 1 ms at 4.3 TB/s.
 """
 
 from __future__ import annotations
