@@ -1,0 +1,143 @@
+"""Does a run that was told to stop and was started again end as the unbroken one does? And does it take more memory?
+
+    python bench/bench_resume.py model.path=FOLDER                  60 steps of the quickstart, stopped after step 30
+    python bench/bench_resume.py --steps 6 --stop 3 model.path=FOLDER rollout.n=4
+
+Three runs of the same command, each a start of `python -m fastgrpo.train` (configs/exp/quickstart.yaml with
+trainer.deterministic=true; key=value overrides go to all):
+
+    unbroken    1 ............................ 60
+    stopped     1 ........ 30 SIGTERM, exit status 75
+    resumed                   31 ............. 60
+
+and what each left is compared: the answers of every step (text and number of tokens), every metric but those of time and
+memory, the trained weights, all to the last bit, and the peaks of memory. Written to
+bench/results/resume_<device>.json (or --out FILE); exit status 1 if anything differs. --together starts the first two at
+the same time, which spares a start and spoils only the timings and `rollout_gib`, what the whole GPU holds.
+
+What it does not ask is what a run does that is killed: tests/dist/test_resume.py, on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fastgrpo.stopping import SAVED
+from run_summary import commit, device_name, peak, quantiles, result_file, versions
+
+POLL_S = 0.05
+VARIES = ("timing_s/", "perf/")  # what clocks and other processes decide
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--stop", type=int, help="the step after which SIGTERM is sent; default: half of them")
+    parser.add_argument("--together", action="store_true", help="the unbroken run and the one to stop at the same time")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args(arguments)
+    stop = args.stop or args.steps // 2
+    with tempfile.TemporaryDirectory() as folder:
+        whole, broken = Path(folder, "unbroken"), Path(folder, "stopped")
+        words = ["+exp=quickstart", "trainer.deterministic=true", f"trainer.max_steps={args.steps}", *args.overrides]
+        if args.together:
+            first = start(words, whole)
+        else:
+            finish(start(words, whole), 0)
+        second = start(words, broken)
+        wait_for(second, broken, stop)
+        second.send_signal(signal.SIGTERM)
+        finish(second, SAVED)
+        stopped_at = rows_of(broken)[-1]["step"]
+        if args.together:
+            finish(first, 0)
+        finish(start(words, broken), 0)
+        record = {
+            "command": words,
+            "device": device_name(),
+            "versions": versions(),
+            "commit": args.commit or commit(),
+            "steps": args.steps,
+            "stopped_after_step": stopped_at,
+            "equal": compare(only_run(whole), only_run(broken)),
+            "unbroken": summary(rows_of(whole)),
+            "resumed": summary([row for row in rows_of(broken) if row["step"] > stopped_at]),
+        }
+    peaks = [record[name]["train_peak_gib"] for name in ("resumed", "unbroken")]
+    record["peak_resumed_over_unbroken"] = round(peaks[0] / peaks[1], 4) if all(peaks) else None
+    print(json.dumps(record, indent=1))
+    out = args.out or result_file("resume", smoke=False)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(record["equal"].values()) else 1
+
+
+def start(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "fastgrpo.train", *words, f"trainer.run_dir={folder}"])
+
+
+def finish(process: subprocess.Popen[bytes], status: int) -> None:
+    if (found := process.wait()) != status:
+        raise SystemExit(f"a run ended with status {found}, not {status}: see above")
+
+
+def wait_for(process: subprocess.Popen[bytes], folder: Path, step: int) -> None:
+    """Until the run has written the row of that step."""
+    while not any(row["step"] >= step and "actor/loss" in row for row in rows_of(folder)):
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with status {process.returncode} before step {step}: see above")
+        time.sleep(POLL_S)
+
+
+def only_run(folder: Path) -> Path:
+    [run] = folder.iterdir()
+    return run
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of the folder's run as far as it is written; nothing before it begins."""
+    text = "".join(file.read_text() for file in folder.glob("*/metrics.jsonl"))
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def compare(run: Path, right: Path) -> dict[str, bool]:
+    def metrics(folder: Path) -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if not k.startswith(VARIES)} for row in rows_of(folder.parent)]
+
+    def answers(folder: Path) -> dict[str, str]:
+        return {file.name: file.read_text() for file in (folder / "rollouts").iterdir()}
+
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (run, right))
+    return {
+        "answers": answers(run) == answers(right),
+        "metrics": metrics(run) == metrics(right),
+        "weights": ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = [row for row in rows if "actor/loss" in row]
+    return {
+        "steps": [steps[0]["step"], steps[-1]["step"]],
+        "train_peak_gib": peak(steps, "perf/train_peak_gib"),
+        "rollout_gib": peak(steps, "perf/rollout_gib"),
+        "seconds_of_a_step": quantiles(steps, "timing_s/step"),
+        "reward": [round(row["reward/mean"], 4) for row in steps],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
