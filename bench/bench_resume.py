@@ -10,10 +10,10 @@ trainer.deterministic=true; key=value overrides go to all):
     stopped     1 ........ 30 SIGTERM, exit status 75
     resumed                   31 ............. 60
 
-and what each left is compared: the answers of every step (text and number of tokens), every metric but those of time and
-memory, the trained weights, all to the last bit, and the peaks of memory. Written to
-bench/results/resume_<device>.json (or --out FILE); exit status 1 if anything differs. --together starts the first two at
-the same time, which spares a start and spoils only the timings and `rollout_gib`, what the whole GPU holds.
+and what each left is compared: the answers of every step (text and number of tokens), every metric but those of time
+and memory, the trained weights, all to the last bit, and the peaks of memory. Written to
+bench/results/resume_<device>.json (or --out FILE); exit status 1 if anything differs. --together starts the first two
+at the same time, which spares a start and spoils only the timings and `rollout_gib`, what the whole GPU holds.
 
 What it does not ask is what a run does that is killed: tests/dist/test_resume.py, on a CPU.
 """
