@@ -6,13 +6,14 @@
     python bench/bench_step.py --train-only Qwen2.5-0.5B-Instruct Qwen2.5-1.5B-Instruct
                                                          forward, backward and update alone, on made answers; MFU
     python bench/bench_step.py --smoke                   two steps of a tiny model, anywhere: does the script work?
+    python bench/bench_step.py --smoke --impl trl        the same of TRL's side, where TRL is installed
     python bench/bench_step.py --render FILE             the table and the picture again; needs no GPU
 
 The workload is reference_step.yaml on a model of random weights (made_model.py), bfloat16 compute. The first --warm-up
 steps are left out. Rows go to bench/results/step_<gpu>.json as they come, the picture beside it:
 
-    {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, masters, step_s, engine,
-     settings, error, versions, commit, device}
+    {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, gen_tail_s, gap_abs_mean,
+     response_tokens_mean, masters, step_s, engine, settings, error, versions, commit, device}
 
 train_peak_gib is what torch allocates at most while the engine sleeps, rollout_peak_gib what the whole device holds
 while it draws (step_memory.py). mfu counts the model's work once, without recomputation (fastgrpo/flops.py).
@@ -48,7 +49,7 @@ SMOKE += ["data.max_response_length=8", "actor.max_tokens_per_gpu=64", "reward.n
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--impl", nargs="+", choices=CHILDREN, default=list(IMPLS))
+    parser.add_argument("--impl", nargs="+", choices=CHILDREN, help="default: ours trl trl_liger; smoke: ours")
     parser.add_argument("--shape", default=REFERENCE, help="a folder of bench/shapes")
     parser.add_argument(
         "--train-only", nargs="*", metavar="SHAPE", help="time the training phase alone, on these shapes"
@@ -66,7 +67,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options for our runs, after --")
     args = parser.parse_args(arguments)
     if args.smoke:
-        args.shape, args.impl, args.overrides = "tiny", ["ours"], SMOKE + args.overrides
+        args.shape, args.overrides = "tiny", SMOKE + args.overrides
+    args.impl = args.impl or (["ours"] if args.smoke else list(IMPLS))
     return args
 
 
@@ -123,7 +125,7 @@ def run_child(args: argparse.Namespace, impl: str, shape: str, models: Path) -> 
     report.unlink(missing_ok=True)
     models.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--child", impl, str(report), "--shape", shape]
-    command += ["--steps", str(counts(impl, args)[0])]
+    command += ["--steps", str(counts(impl, args)[0]), *(["--smoke"] if args.smoke and impl.startswith("trl") else [])]
     command += ["--models", str(models), "--", *args.overrides, *([MADE] if impl not in CHILDREN else [])]
     environ = os.environ | {"PYTHONUNBUFFERED": "1"}
     try:
@@ -143,12 +145,16 @@ def child(args: argparse.Namespace, impl: str, report: str) -> None:
         import step_trl
 
         masters = "float32" if impl.endswith("fp32") else "bfloat16"
-        result = step_trl.run(model, args.steps, liger="liger" in impl, masters=masters)
+        workload = step_trl.SMOKE if args.smoke else step_trl.REFERENCE
+        result = step_trl.run(model, args.steps, liger="liger" in impl, masters=masters, workload=workload)
     else:
         import step_ours
 
         result = step_ours.run(model, args.steps, args.overrides)
     Path(report).write_text(json.dumps(result))
+    if impl.startswith("trl"):  # its engine is never closed, and may keep the interpreter from ending
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -168,6 +174,7 @@ def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: arg
         "mfu": median([step["mfu"] for step in steps if step.get("mfu") is not None]),
         "gen_tail_s": median([step["gen_tail_s"] for step in steps if step.get("gen_tail_s") is not None]),
         "gap_abs_mean": largest(steps, "gap_abs_mean"),
+        "response_tokens_mean": mean(steps, "response_tokens_mean"),
         "masters": last.get("masters"),
         "step_s": [round(step["step_s"], 3) for step in steps],
         "engine": last.get("engine"),
@@ -193,6 +200,11 @@ def median(values: Sequence[float]) -> float | None:
 def largest(steps: Sequence[dict[str, Any]], name: str) -> float | None:
     values = [step[name] for step in steps if step.get(name) is not None]
     return round(max(values), 4) if values else None
+
+
+def mean(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return round(float(np.mean(values)), 4) if values else None
 
 
 if __name__ == "__main__":

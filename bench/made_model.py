@@ -55,6 +55,8 @@ def make_model(shape: str, folder: Path, device: str = "cpu") -> Path:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             model.save_pretrained(folder)
             del model
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # or the first process's engine finds this much less free
             for place in (folder, folder / "tokenizer"):  # an engine of TRL's wants one beside the model
                 make_tokenizer(config).save_pretrained(place)
     return folder

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 GIB = 2**30
-POLL_S = 0.02
+POLL_S = 0.1  # seldom: an in-process engine shares the interpreter with the thread that polls
 
 
 def train_peak_gib() -> float | None:
@@ -30,9 +30,14 @@ def forget_peak() -> None:
 
 
 @contextmanager
-def device_peak() -> Iterator[list[float]]:
-    """A list that holds, on leaving, the largest use of the whole device seen meanwhile, in GiB. Polls in a thread."""
-    peak: list[float] = []
+def device_peak() -> Iterator[list[float | None]]:
+    """A list that holds, on leaving, the largest use of the whole device seen meanwhile, in GiB; None without CUDA.
+    Polls in a thread."""
+    peak: list[float | None] = []
+    if not torch.cuda.is_available():
+        yield peak
+        peak.append(None)
+        return
     done = threading.Event()
 
     def poll() -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import bench_attention
 import bench_generate
 import bench_step
 import bench_sync
+import step_memory
 from bench_step import make_row, median, parse
 from fastgrpo.compose import read_config
 from fastgrpo.config import check
@@ -31,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def result_of(seconds, peaks=(1.0,), mfu=None):
     steps = [
         {"step_s": s, "phases": {"gen": s / 4, "update": s / 2}, "train_peak_gib": peak, "rollout_peak_gib": None}
-        | {"mfu": mfu, "gen_tail_s": 0.5, "gap_abs_mean": None}
+        | {"mfu": mfu, "gen_tail_s": 0.5, "gap_abs_mean": None, "response_tokens_mean": 100 * s}
         for s, peak in zip(seconds, [*peaks] * len(seconds), strict=False)
     ]
     return {"steps": steps, "engine": {"library": "vllm"}, "masters": "float32", "settings": {}}
@@ -48,7 +50,7 @@ def test_a_row_is_medians_after_the_warm_up_and_the_largest_peaks():
     assert row["step_s_p50"] == 6 and row["step_s"] == [4, 8, 6]
     assert row["phases"] == {"gen": 1.5, "update": 3}
     assert row["train_peak_gib"] == 3.5 and row["rollout_peak_gib"] is None and row["mfu"] == 0.25
-    assert row["error"] == "ended with status 1"
+    assert row["error"] == "ended with status 1" and row["response_tokens_mean"] == 600
     assert row["workload"] == "Qwen2.5-1.5B-Instruct, 32 x 8, 250 + 1024 tokens"
     nothing = make_row("trl", "tiny", [{"error": "not done after 9 minutes"}], args)
     assert nothing["step_s_p50"] is None and nothing["phases"] == {} and median([]) is None
@@ -117,10 +119,47 @@ def test_the_reference_workload_is_what_trl_is_given():
 
     config = read_config([f"+exp={WORKLOAD}", "model.path=x"])
     layout = check(config, 1, needs_data=False, needs_reward=False)
-    assert (layout.prompts_per_step, layout.samples_per_prompt) == (step_trl.PROMPTS, step_trl.SAMPLES) == (32, 8)
-    assert (layout.max_prompt_length, layout.max_response_length) == (250, 1024)
-    assert (step_trl.PROMPT_TOKENS, step_trl.RESPONSE_TOKENS) == (250, 1024)
+    assert sizes(layout) == sizes_of_trl(step_trl.REFERENCE) == (32, 8, 250, 1024)
     assert layout.updates_per_step == 1 and not config.actor.use_kl_loss and config.rollout.temperature == 1
+    smoke = read_config([f"+exp={WORKLOAD}", "model.path=x", *bench_step.SMOKE])
+    layout = check(smoke, 1, needs_data=False, needs_reward=False)
+    assert sizes(layout) == sizes_of_trl(step_trl.SMOKE) == (2, 2, 12, 8)
+    for workload in (step_trl.REFERENCE, step_trl.SMOKE):
+        assert workload.prompts * workload.samples % workload.micro_batch == 0
+        assert workload.prompt_tokens + workload.response_tokens <= workload.max_model_length
+
+
+def sizes(layout):
+    return layout.prompts_per_step, layout.samples_per_prompt, layout.max_prompt_length, layout.max_response_length
+
+
+def sizes_of_trl(workload):
+    return workload.prompts, workload.samples, workload.prompt_tokens, workload.response_tokens
+
+
+def test_which_sides_run():
+    assert parse([]).impl == ["ours", "trl", "trl_liger"] and parse(["--smoke"]).impl == ["ours"]
+    smoke = parse(["--smoke", "--impl", "trl"])
+    assert smoke.impl == ["trl"] and smoke.shape == "tiny"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_no_memory_is_made_up():
+    with step_memory.device_peak() as peak:
+        pass
+    assert peak == [None] and step_memory.train_peak_gib() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_peak_of_a_device_is_of_the_time_meanwhile():
+    before = torch.cuda.mem_get_info()[0]
+    with step_memory.device_peak() as peak:
+        held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        time.sleep(3 * step_memory.POLL_S)
+        del held
+        torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    assert peak[0] >= (total - before) / 2**30 + 0.99 and free >= before - 2**28
 
 
 def test_made_answers_are_full_length_and_follow_the_seed(tmp_path):
@@ -182,6 +221,19 @@ def test_the_step_benchmark_runs(tmp_path, more):
     assert row["impl"] == ("ours, training only" if more else "ours") and row["error"] is None
     assert row["step_s_p50"] > row["phases"]["update"] > 0 and 0 < row["mfu"] < 100
     assert row["engine"]["library"] == ("none: made answers" if more else "transformers")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL")
+def test_the_side_of_trl_runs(tmp_path):
+    out = tmp_path / "step.json"
+    done = run_script("bench_step.py", "--smoke", "--impl", "trl", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = json.loads(out.read_text())["rows"]
+    assert row["impl"] == "trl" and row["error"] is None and row["masters"] == "bfloat16"
+    assert row["step_s_p50"] == pytest.approx(row["phases"]["gen"] + row["phases"]["update"], abs=1e-3)
+    assert row["phases"]["gen"] > 0 and row["phases"]["update"] > 0 and 1 <= row["response_tokens_mean"] <= 8
+    assert row["settings"]["vllm_enable_sleep_mode"] and row["settings"]["vllm_importance_sampling_correction"]
 
 
 @pytest.mark.slow
