@@ -240,11 +240,20 @@ def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[st
     free, total = torch.cuda.mem_get_info(mesh.device)
     # The share of the whole GPU decides nothing beside an explicit cache size, but is checked against what is free.
     return arguments | dict(
-        compilation_config={"cudagraph_capture_sizes": capture_sizes(config, mesh.engines)},
+        compilation_config=_compilation(config, mesh.engines),
         gpu_memory_utilization=0.9 * free / total,
         # Logits stored in bfloat16 are off by hundredths of a nat.
         hf_overrides={"head_dtype": "float32"},
     )
+
+
+def _compilation(config: RunConfig, engines: int) -> dict[str, Any]:
+    """vLLM fuses some kernels side by side where a timing says that it pays. torch's deterministic mode, under which the
+    engine is built too, refuses a choice by the clock with an error: two starts could compile two programs."""
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(config, engines)}
+    if config.trainer.deterministic:
+        graphs["inductor_compile_config"] = {"combo_kernels": False, "benchmark_combo_kernel": False}
+    return graphs
 
 
 def _keep_process_group(core_client: Any) -> None:

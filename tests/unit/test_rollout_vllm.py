@@ -145,9 +145,10 @@ def fake_vllm(monkeypatch):
     return platforms
 
 
-def build(tmp_path, mesh=None, **rollout):
+def build(tmp_path, mesh=None, *, deterministic=False, **rollout):
     config = RunConfig()
     config.trainer.seed = 42
+    config.trainer.deterministic = deterministic
     for name, value in rollout.items():
         setattr(config.rollout, name, value)
     return build_engine(config, mesh or mesh_of(0), tmp_path, (2, 5))
@@ -395,6 +396,12 @@ def test_memory_arguments(fake_vllm, tmp_path):
     assert on_cpu["kv_cache_memory_bytes"] == 2 << 30 and on_cpu["enforce_eager"] and not on_cpu["enable_sleep_mode"]
     assert (given["dtype"], on_cpu["dtype"]) == ("bfloat16", "float32")
     assert given["max_model_len"] == 512 + 1024
+
+
+def test_no_choice_by_the_clock_in_a_deterministic_run(fake_vllm, tmp_path):
+    compiled, free = (build(tmp_path, deterministic=on)._llm.arguments["compilation_config"] for on in (True, False))
+    assert compiled["inductor_compile_config"] == {"combo_kernels": False, "benchmark_combo_kernel": False}
+    assert "inductor_compile_config" not in free
 
 
 @pytest.mark.parametrize(("device", "remedy"), [("cuda", r"fastgrpo\[vllm\]"), ("cpu", r"fastgrpo\[cpu\]")])
