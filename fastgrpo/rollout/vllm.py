@@ -248,8 +248,8 @@ def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[st
 
 
 def _compilation(config: RunConfig, engines: int) -> dict[str, Any]:
-    """vLLM fuses some kernels side by side where a timing says that it pays. torch's deterministic mode, under which the
-    engine is built too, refuses a choice by the clock with an error: two starts could compile two programs."""
+    """vLLM fuses some kernels side by side where a timing says that it pays. torch's deterministic mode, under which
+    the engine is built too, refuses a choice by the clock with an error: two starts could compile two programs."""
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(config, engines)}
     if config.trainer.deterministic:
         graphs["inductor_compile_config"] = {"combo_kernels": False, "benchmark_combo_kernel": False}
