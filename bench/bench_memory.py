@@ -11,8 +11,9 @@ takes it to be. Prints JSON, a row for each peak: planned and measured GiB, and 
     rollout    what the whole GPU holds when the last token is drawn
     host       fall of the machine's available memory since the start, the largest seen (on a machine left alone)
 
-Without +exp it runs smollm2_gsm8k_1gpu. --steps N: steps (default 3; the first makes AdamW's state). --model FOLDER:
-where the made model lies, or will; several processes need one.
+Without +exp it runs smollm2_gsm8k_1gpu; +exp=bench/long_sequence.yaml trains on sequences of 131,072 tokens.
+--steps N: steps (default 3; the first makes AdamW's state). --model FOLDER: where the made model lies, or will; several
+processes need one. --commit HASH: the commit to write down where git does not know it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         arguments.append("+exp=smollm2_gsm8k_1gpu")
     steps = int(_take(arguments, "--steps", "3"))
     out, folder = _take(arguments, "--out", ""), _take(arguments, "--model", "")
+    at = _take(arguments, "--commit", "") or commit()
     if not folder and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise SystemExit("several processes share one made model: add --model FOLDER")
     shape = Path(read_config(arguments).model.path).name
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         model = make_model(shape, Path(folder or made), "cuda" if torch.cuda.is_available() else "cpu")
         torch.cuda.empty_cache()
         record = measure([*arguments, *MADE, f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"], steps)
-    record = {"command": f"bench/bench_memory.py {' '.join(argv)}", "model": shape, **record}
+    record = {"command": f"bench/bench_memory.py {' '.join(argv)}", "model": shape, **record, "commit": at}
     if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return record
     print(json.dumps(record, indent=1))
@@ -94,10 +96,10 @@ def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         "steps": steps,
         "response_tokens_mean": records[-1].metrics["response_length/mean"],
         "seconds_of_the_last_step": round(records[-1].timings["step"], 2),
+        "mfu_of_the_last_step": _rounded(records[-1].metrics.get("perf/mfu")),
         "decided": {option: _at(settled, option) for option in (*OPTIONS.values(), "rollout.kv_cache_gib")},
         "peaks": compare(plan, largest),
         "versions": versions(),
-        "commit": commit(),
     }
 
 

@@ -69,7 +69,8 @@ def make_tokenizer(config: PretrainedConfig) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special.values()])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    end, pad = special[config.eos_token_id], special[config.bos_token_id]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=pad)
 
 
 def make_prompts(count: int, words: int, vocab: int) -> list[str]:
