@@ -41,6 +41,7 @@ from fastgrpo.launch import count_gpus, resolve_device
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
+from fastgrpo.policy.compile import INDUCTOR
 from fastgrpo.policy.lora import Lora, require_peft
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.selfcheck import check_packing
@@ -240,6 +241,7 @@ def _build_policy(config: RunConfig, folder: Path, mesh: Mesh, *, trainable: boo
         reshard_after_forward=bool(actor.fsdp.reshard_after_forward) or not trainable,
         offload_policy=bool(offload_policy),
         use_liger=actor.use_liger,
+        compile_backend=INDUCTOR if actor.use_torch_compile else None,
         trust_remote_code=config.model.trust_remote_code,
         lora=lora_of(config) if trainable else None,
     )

@@ -42,6 +42,7 @@ FREE = (
     "actor.head",
     "actor.head_chunk_gib",
     "actor.use_liger",
+    "actor.use_torch_compile",
     "actor.gradient_checkpointing",
     "actor.activation_offload",
     "actor.mlp_slices",

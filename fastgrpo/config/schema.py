@@ -181,6 +181,7 @@ class ActorConfig:
     head: HeadImpl = HeadImpl["auto"]  # auto: the fused kernels on CUDA; reference: chunked torch
     head_chunk_gib: float | None = None  # GiB of the head's working buffers; on a CPU null is 0.25
     use_liger: bool = True  # RMSNorm, SwiGLU and RoPE of liger-kernel, on CUDA where it is installed
+    use_torch_compile: bool = False  # torch.compile of each block, of the reference too; its blocks do without liger
     gradient_checkpointing: int | None = None  # recompute every k-th block in the backward: 1 = all, 0 = none
     activation_offload: bool | None = None  # keep the activations between blocks in host memory
     mlp_slices: int | None = None  # slices of a row that an MLP works through, recomputed in the backward; 1 = whole

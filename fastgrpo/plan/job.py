@@ -95,7 +95,7 @@ class Job:
             compute_width=_WIDTH[compute],
             engine_width=_WIDTH[engine],
             reference_width=_WIDTH[reference],
-            liger=actor.use_liger and sizes.model.family in _LIGER_FAMILIES,
+            liger=actor.use_liger and not actor.use_torch_compile and sizes.model.family in _LIGER_FAMILIES,
             varlen=compute == "bfloat16" and actor.attention != "sdpa",
             reference_head=actor.head == HeadImpl["reference"],
             entropy_gradient=actor.entropy_coeff != 0 or actor.head == HeadImpl["reference"],

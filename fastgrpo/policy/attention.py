@@ -146,6 +146,7 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> Bac
     return {"flash": flash, "varlen": varlen, "sdpa": sdpa}[wanted]
 
 
+@torch.compiler.disable(reason="see compile.py")
 def attend(
     module: nn.Module,
     query: Tensor,  # [1, Q, U, D]

@@ -45,9 +45,15 @@ class SlicedMLP(nn.Module):
         self._whole = [whole]  # in a list: as a module of its own it would rename the parameters
         self._slices = slices
 
+    @property
+    def whole(self) -> nn.Module:
+        """What works on a slice."""
+        return self._whole[0]
+
+    @torch.compiler.disable(reason="its backward runs the inside again, which a graph cannot hold")
     def forward(self, x: Tensor) -> Tensor:
         """x [..., U, H]; returns the same shape."""
-        return _Sliced.apply(self._whole[0], self._slices, x, *self.parameters())
+        return _Sliced.apply(self.whole, self._slices, x, *self.parameters())
 
 
 class _Sliced(torch.autograd.Function):

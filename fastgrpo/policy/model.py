@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy import attention, liger
+from fastgrpo.policy.compile import compile_blocks, require_compiler, training_graphs
 from fastgrpo.policy.head import Head, OutputLayer
 from fastgrpo.policy.lora import (
     Lora,
@@ -76,6 +77,7 @@ class Policy:
     sp_group: dist.ProcessGroup | None
     lora: Lora | None = None
     adapters: bool = True  # false: computes as the base, without the adapters
+    compiled: bool = False
 
     @property
     def base(self) -> Policy:
@@ -100,7 +102,8 @@ class Policy:
     @torch.no_grad()
     def score(self, batch: ShardedBatch, head: Head) -> Any:
         """As `run`, without gradients. Leaves nothing gathered: later weights must not meet today's full copies."""
-        out = self.run(batch, head)
+        with training_graphs(blocks(self.module.lm)) if self.compiled else nullcontext():
+            out = self.run(batch, torch.no_grad()(head))
         for unit in fsdp_units(self.module):
             unit.reshard()
         return out
@@ -129,11 +132,13 @@ def build_policy(
     reshard_after_forward: bool = True,
     offload_policy: bool = False,
     use_liger: bool = False,
+    compile_backend: str | None = None,
     trust_remote_code: bool = False,
     lora: Lora | None = None,
 ) -> Policy:
     """Build from a Hugging Face folder into shards. `dtype` is the compute dtype; masters of what is trained (with
-    `lora`, the adapters alone) are float32, everything else is `dtype` itself. Raises UserError when the folder or the
+    `lora`, the adapters alone) are float32, everything else is `dtype` itself. `compile_backend`: of torch.compile for
+    the blocks, which then have no modules of liger; None: as they are. Raises UserError when the folder or the
     model class does not fit."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     lm = _meta_model(config, torch.float32 if trainable and lora is None else dtype, trust_remote_code)
@@ -141,12 +146,15 @@ def build_policy(
     if lora is not None:
         adapted = add_adapters(lm, lora)
         checkpoint_map = checkpoint_map.renamed(lambda name: renamed(name, adapted))
-    if use_liger and mesh.device.type == "cuda" and liger.is_installed():
+    if use_liger and not compile_backend and mesh.device.type == "cuda" and liger.is_installed():
         liger.use_liger_modules(lm)
     if mlp_slices > 1:
         slice_mlps(blocks(lm), mlp_slices)
     if gradient_checkpointing and trainable:
         _checkpoint_blocks(lm, gradient_checkpointing, offload=activation_offload, pin=mesh.device.type == "cuda")
+    if compile_backend:
+        require_compiler(mesh.device.type)
+        compile_blocks(blocks(lm), compile_backend)
     backend = attention.choose_backend(attention_backend, mesh.device, dtype)
     module = PolicyModule(lm).train(trainable)
     for name, parameter in module.named_parameters():
@@ -160,7 +168,9 @@ def build_policy(
     names = {f"lm.{name}": key for name, key in checkpoint_map.names.items()}
     sp_group = mesh.sp_group if mesh.sp > 1 else None
     stored_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    return Policy(module, folder, names, stored_dtype, mesh.device, backend, sp_group, lora)
+    return Policy(
+        module, folder, names, stored_dtype, mesh.device, backend, sp_group, lora, compiled=bool(compile_backend)
+    )
 
 
 def _meta_model(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

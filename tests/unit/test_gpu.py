@@ -65,6 +65,7 @@ def test_a_plan_that_does_not_fit_warns_and_goes_on(
 def test_liger_counts_only_where_it_is_installed(fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.liger, "is_installed", lambda: True)
     assert settle(RunConfig())[1].job.liger
+    assert not settle(with_option(RunConfig(), "actor.use_torch_compile", True))[1].job.liger
     monkeypatch.setattr(gpu.liger, "is_installed", lambda: False)
     assert not settle(RunConfig())[1].job.liger
 
