@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy import attention, liger
-from fastgrpo.policy.compile import compile_blocks, require_compiler, training_graphs
+from fastgrpo.policy.compile import INDUCTOR, compile_blocks, require_compiler, training_graphs
 from fastgrpo.policy.head import Head, OutputLayer
 from fastgrpo.policy.lora import (
     Lora,
@@ -153,7 +153,8 @@ def build_policy(
     if gradient_checkpointing and trainable:
         _checkpoint_blocks(lm, gradient_checkpointing, offload=activation_offload, pin=mesh.device.type == "cuda")
     if compile_backend:
-        require_compiler(mesh.device.type)
+        if compile_backend == INDUCTOR:
+            require_compiler(mesh.device.type)
         compile_blocks(blocks(lm), compile_backend)
     backend = attention.choose_backend(attention_backend, mesh.device, dtype)
     module = PolicyModule(lm).train(trainable)

@@ -29,12 +29,12 @@ from fastgrpo.records import Rollout
 
 
 @contextlib.contextmanager
-def one_process() -> Iterator[Mesh]:
+def one_process(device_type: str = "cpu") -> Iterator[Mesh]:
     """This process as a mesh of its own. The process group and torchrun's variables end with the block."""
     before = dict(os.environ)
     started = not dist.is_initialized()
     try:
-        yield build_mesh("cpu", sp=1, tp=1)
+        yield build_mesh(device_type, sp=1, tp=1)
     finally:
         if started:
             dist.destroy_process_group()

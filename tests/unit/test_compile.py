@@ -5,6 +5,7 @@ tracing, guards and autograd, on torch's own kernels.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,22 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import full, make_rollouts, one_batch, one_update, policy_of
+from cases import full, make_rollouts, one_batch, one_process, one_update, policy_of
 from torch._dynamo.utils import counters
 
 from fastgrpo.algorithm.losses import LossConfig
 from fastgrpo.config import RunConfig
 from fastgrpo.errors import UserError
 from fastgrpo.plan import settle_on_cpu, with_option
+from fastgrpo.policy import model
 from fastgrpo.policy.actor import segment_sum
 from fastgrpo.policy.compile import INDUCTOR, require_compiler
-from fastgrpo.policy.head import GrpoHead, score_head
+from fastgrpo.policy.head import GrpoHead, HeadLoss, score_head
 from fastgrpo.policy.lora import ALL_LINEAR, Lora
 from fastgrpo.policy.model import Policy, blocks, build_policy
 from fastgrpo.stages import _build_policy
 
 LORA = Lora(3, 8, (ALL_LINEAR,), 0, "base")
 SLOW = pytest.mark.slow
+NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
 RECOMPUTED = {"gradient_checkpointing": 1}
 VARIANTS = [
     pytest.param({}, id="plain", marks=SLOW),
@@ -61,13 +64,13 @@ def score(policy: Policy, batch: Any) -> torch.Tensor:
     return policy.score(batch, partial(score_head, temperature=0.8)).logprobs_R
 
 
-def train(policy: Policy, batch: Any) -> torch.Tensor:
-    """Forward and backward of a loss; the logprobs that it saw."""
+def train(policy: Policy, batch: Any) -> HeadLoss:
+    """Forward and backward."""
     sums = partial(segment_sum, num_segments=batch.num_sequences + 1, group=policy.sp_group)
     head = GrpoHead(LossConfig(), 0.8, None, None, fused=True, policy_loss="vanilla", segment_sum=sums)
     out = policy.run(batch, head)
     out.loss_sum.backward()
-    return out.logprobs_R
+    return out
 
 
 def grad_norm(policy: Policy) -> float:
@@ -99,6 +102,7 @@ def test_an_update_is_that_of_plain_blocks(mesh: Any, folder: Path, options: dic
 
 
 @SLOW
+@NEEDS_CXX
 @pytest.mark.parametrize(
     "options", [{}, {"lora": LORA}, RECOMPUTED | {"mlp_slices": 3}], ids=["plain", "lora", "slices"]
 )
@@ -119,8 +123,8 @@ def test_one_set_of_graphs_for_all_lengths_and_passes(mesh: Any, folder: Path, o
     for seed in range(1, 9):
         batch = batch_of(2 + seed, seed)
         old_R = score(policy, batch)
-        assert torch.equal(old_R, train(policy, batch))
-        torch.testing.assert_close(old_R, train(plain, batch), rtol=1e-5, atol=1e-5)
+        assert torch.equal(old_R, train(policy, batch).logprobs_R)
+        torch.testing.assert_close(old_R, train(plain, batch).logprobs_R, rtol=1e-5, atol=1e-5)
         score(policy, batch_of(12 - seed, seed))
     assert graphs() == of_training
     assert grad_norm(policy) == pytest.approx(grad_norm(plain), rel=1e-5)
@@ -132,20 +136,35 @@ def test_one_set_of_graphs_for_all_lengths_and_passes(mesh: Any, folder: Path, o
     assert of_training < of_both == graphs() <= 2 * of_training + 4
 
 
-@SLOW
-@pytest.mark.parametrize("options", [{}, RECOMPUTED, RECOMPUTED | {"mlp_slices": 3}])
-def test_an_old_pass_has_the_logprobs_of_the_update(mesh: Any, folder: Path, options: dict[str, Any]) -> None:
-    """bfloat16, by inductor: bit for bit, so that the ratio is exactly 1. Loss and gradient norm are within a hundredth
-    of the plain blocks', logprobs within 0.1."""
+def old_pass_and_update(folder: Path, mesh: Any, options: dict[str, Any]) -> None:
+    """bfloat16, by inductor: an old pass has the update's logprobs bit for bit, so that the ratio is exactly 1. Loss
+    and gradient norm are within a hundredth of the plain blocks', logprobs within 0.1."""
     build = partial(build_policy, folder, mesh, dtype=torch.bfloat16, attention_backend="auto", trainable=True)
     plain, policy = build(**options), build(compile_backend=INDUCTOR, **options)
     for seed in range(3):
         batch = batch_of(4 + seed, seed)
-        old_R = score(policy, batch)
-        assert torch.equal(old_R, train(policy, batch)) and torch.equal(old_R, score(policy, batch))
-        plain_R = train(plain, batch)
-        assert (plain_R - old_R).abs().max() < 0.1
+        old_R, out, right = score(policy, batch), train(policy, batch), train(plain, batch)
+        assert torch.equal(old_R, out.logprobs_R) and torch.equal(old_R, score(policy, batch))
+        assert (right.logprobs_R - old_R).abs().max() < 0.1
+        assert out.loss_sum.item() == pytest.approx(right.loss_sum.item(), rel=1e-2)
         assert grad_norm(policy) == pytest.approx(grad_norm(plain), rel=1e-2)
+
+
+OLD_PASSES = pytest.mark.parametrize("options", [{}, RECOMPUTED, RECOMPUTED | {"mlp_slices": 3}])
+
+
+@SLOW
+@NEEDS_CXX
+@OLD_PASSES
+def test_an_old_pass_has_the_logprobs_of_the_update(mesh: Any, folder: Path, options: dict[str, Any]) -> None:
+    old_pass_and_update(folder, mesh, options)
+
+
+@pytest.mark.gpu
+@OLD_PASSES
+def test_an_old_pass_on_a_gpu(folder: Path, options: dict[str, Any]) -> None:
+    with one_process("cuda") as mesh:
+        old_pass_and_update(folder, mesh, options)
 
 
 def test_names_stay_and_nothing_is_kept_by_a_pass_that_scores(mesh: Any, folder: Path) -> None:
@@ -169,24 +188,32 @@ def test_names_stay_and_nothing_is_kept_by_a_pass_that_scores(mesh: Any, folder:
 
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_the_option_compiles_policy_and_reference(mesh: Any, folder: Path, wanted: bool, trainable: bool) -> None:
+def test_the_option_compiles_policy_and_reference(
+    mesh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool, trainable: bool
+) -> None:
     config = settle_on_cpu(with_option(RunConfig(), "actor.use_torch_compile", wanted))
+    monkeypatch.setattr(model, "require_compiler", lambda device_type: None)  # nothing runs here
     policy = _build_policy(config, folder, mesh, trainable=trainable)
     assert policy.compiled == wanted
     assert all((block._compiled_call_impl is not None) == wanted for block in blocks(policy.module.lm))
 
 
 @pytest.mark.parametrize(
-    ("device", "variable", "named"), [("cpu", "CXX", "cc1"), ("cuda", "CC", "cc1 or gcc or clang")]
+    ("device", "variable", "command", "named"),
+    [("cpu", "CXX", "g++", "my-cc"), ("cuda", "CC", "gcc", "my-cc or gcc or clang")],
 )
 def test_a_machine_without_a_compiler_is_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, variable: str, named: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, variable: str, command: str, named: str
 ) -> None:
-    require_compiler(device)  # this one has both
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv(variable, "cc1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(variable, "my-cc")
     with pytest.raises(UserError, match=f"on {device}, and there is no {named} in PATH; .*use_torch_compile=false"):
         require_compiler(device)
+    for name in (command, "my-cc"):
+        (tmp_path / name).touch(mode=0o755)
+    require_compiler(device)
+    monkeypatch.delenv(variable)
+    require_compiler(device)
 
 
 @SLOW
