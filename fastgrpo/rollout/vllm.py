@@ -224,7 +224,9 @@ def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[st
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         enforce_eager=rollout.enforce_eager,
         enable_prefix_caching=True,
-        async_scheduling=False,  # the ranks of a TP group must schedule alike
+        # The next step is planned while the device works on this one. It is always one step ahead, whatever the clock
+        # says, so that the ranks of a TP group plan alike.
+        async_scheduling=on_cuda,
         logprobs_mode="processed_logprobs",  # after the temperature
         generation_config="vllm",  # the checkpoint's sampling defaults change nothing silently
         enable_sleep_mode=on_cuda,

@@ -4,6 +4,7 @@
         engine.step() ...  each step's tokens and logprobs stay in the worker's notebook (vllm_worker.py)
         past `max_seconds`: what still runs is cut, with what it has drawn
     notebook: steps x rows  --sort by row-->  each request's tokens and logprobs
+    engine.step() until none is on the device: the engine may go to sleep
 
 Knows vLLM's LLM object by what it can do; imports no vllm.
 """
@@ -76,15 +77,20 @@ def draw(
             break
     cut = [row for row in range(len(requests)) if row not in outputs] if engine.has_unfinished_requests() else []
     engine.abort_request([str(row) for row in cut])
-    [notes] = llm.collective_rpc("take_notes")
+    [notes] = llm.collective_rpc("take_notes")  # before the steps in flight, which drew past the ends of some
+    while engine.engine_core.engine_core.batch_queue:
+        engine.step()
     took = time.perf_counter() - start
     tokens, logprobs = sort_notes(notes, names)
     drawn = []
     for row, request in enumerate(requests):
-        reason = "time" if row in cut else _finish_reason(request, outputs.get(row), len(requests), len(outputs))
-        if reason != "time" and not np.array_equal(tokens[row], outputs[row].outputs[0].token_ids):
-            raise RuntimeError(f"vLLM's worker noted other tokens than vLLM returned for {_where(request)}.")
-        drawn.append(Drawn(tokens[row], logprobs[row], reason, took if reason == "time" else ends[row]))
+        if row in cut:
+            drawn.append(Drawn(tokens[row], logprobs[row], "time", took))
+            continue
+        reason = _finish_reason(request, outputs.get(row), len(requests), len(outputs))
+        size = _noted_size(request, tokens[row], outputs[row].outputs[0].token_ids)
+        noted = logprobs[row]
+        drawn.append(Drawn(tokens[row][:size], None if noted is None else noted[:size], reason, ends[row]))
     return drawn
 
 
@@ -101,6 +107,15 @@ def sort_notes(notes: Sequence[Note], names: Sequence[str]) -> tuple[list[np.nda
     blank = np.float32("nan")  # a step of nothing but unfinished prompts may bring none
     noted = np.concatenate([np.full(len(ids), blank) if found is None else found for _, ids, found in notes])
     return np.split(tokens[kept], ends), list(np.split(noted[kept], ends))
+
+
+def _noted_size(request: Request, noted: np.ndarray, returned: Sequence[int]) -> int:
+    """How many of the noted tokens are the request's: all, or all but one, drawn in a step planned before the end was
+    known."""
+    size = len(returned)
+    if not np.array_equal(noted[:size], returned) or len(noted) > size + 1:
+        raise RuntimeError(f"vLLM's worker noted other tokens than vLLM returned for {_where(request)}.")
+    return size
 
 
 def _finish_reason(request: Request, output: Any, num_requests: int, num_outputs: int) -> str:

@@ -1,7 +1,7 @@
 """The real vLLM on a CPU, with a tiny model made here: against transformers, and against itself.
 
-One engine serves the file, in a process of its own: it changes too much of the process that it lives in to share
-one with other tests. Each check runs inside that process, as a module-level function of the `Host`.
+Two engines serve the file, one planning steps ahead as on a GPU, each in a process of its own: it changes too much of
+the process that it lives in to share one with other tests. Each check runs inside, as a function of the `Host`.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_pe
 AT_1 = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 AT_07 = Sampling(temperature=0.7, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 PROMPTS = [(5, 6, 7), (8,), tuple(range(9, 60)), (20, 21), tuple(range(100, 300))]
+CROWD = [tuple(range(10 + i, 130 + i)) for i in range(6)]
 SHAPE = dict(
     vocab_size=515,  # vLLM pads it to 576
     hidden_size=128,
@@ -54,6 +56,7 @@ class Host:
     config: RunConfig
     before: object
     after: object
+    ahead: bool  # steps are planned ahead, as on a GPU
 
 
 def llama(seed):
@@ -106,10 +109,26 @@ def process_state():
     )
 
 
-def serve(connection, folder):
+def plan_ahead():
+    """vLLM plans steps ahead on GPUs, and would on a CPU if its platform did not say no at the end of its check."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def checked(cls, vllm_config):
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(checked)
+
+
+def serve(connection, folder, ahead):
     from fastgrpo.mesh import build_mesh
     from fastgrpo.rollout import build_engine
 
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as VllmEngine sets it, before vllm is imported
+    if ahead:
+        plan_ahead()
     model = llama(0)
     model.config.save_pretrained(folder)
     config = RunConfig()
@@ -118,7 +137,9 @@ def serve(connection, folder):
     torch.set_num_threads(1)
     mesh = build_mesh("cpu", sp=1, tp=1)
     before = process_state()
-    host = Host(build_engine(config, mesh, Path(folder), (END, 11)), model, mesh, config, before, process_state())
+    engine = build_engine(config, mesh, Path(folder), (END, 11))
+    assert (engine._llm.llm_engine.engine_core.engine_core.batch_queue is not None) == ahead
+    host = Host(engine, model, mesh, config, before, process_state(), ahead)
     connection.send(None)
     while (check := connection.recv()) is not None:
         try:
@@ -128,11 +149,13 @@ def serve(connection, folder):
             connection.send(traceback.format_exc())
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "ahead"])
+def run(request, tmp_path_factory):
     ours, theirs = multiprocessing.Pipe()
     folder = str(tmp_path_factory.mktemp("tiny"))
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, folder), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(theirs, folder, request.param), daemon=True
+    )
     process.start()
     theirs.close()
     assert ours.recv() is None
@@ -228,7 +251,8 @@ def check_cut(host):
     on_time = [r for r in cut if r.finish_reason != "time"]
     late = [(r, w) for r, w in zip(cut, whole, strict=True) if r.finish_reason == "time"]
     assert on_time and late and all(len(r.response_ids) <= 16 for r in on_time)
-    assert {len(r.response_ids) for r, _ in late} >= {0, 16}
+    # Planned ahead, the last of the 16 steps is on the device still when the clock cuts.
+    assert {len(r.response_ids) for r, _ in late} >= {0, 16 - host.ahead}
     for rollout, full in late:
         size = len(rollout.response_ids)
         assert rollout.response_ids.tolist() == full.response_ids.tolist()[:size]
@@ -254,12 +278,18 @@ def check_close_and_another_model(host):
     model = qwen(2)
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
+        host.config.rollout.kv_cache_gib = 0.0006
         host.engine = build_engine(host.config, host.mesh, Path(folder), (END, 11))
     for version, source in enumerate((model, qwen(3))):
         with host.engine.awake(export_of(source), version):
             rollouts = host.engine.generate(requests_for(PROMPTS), GREEDY)
+            crowd = host.engine.generate(requests_for(CROWD, max_tokens=40), GREEDY)
         for ids, rollout in zip(PROMPTS, rollouts, strict=True):
             assert rollout.response_ids.tolist() == greedy_of(source, ids)
+        for ids, rollout in zip(CROWD, crowd, strict=True):  # some are pushed out and begin again
+            assert rollout.response_ids.tolist() == greedy_of(source, ids, 40)
+    cache = host.engine._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    assert cache.num_gpu_blocks < len(CROWD)  # blocks of 128 tokens: not even the prompts fit at once
 
 
 def check_wrong_names(host):
@@ -274,6 +304,26 @@ def check_wrong_names(host):
         host.engine.awake(lambda: iter(weights.items()), 51).__enter__()
     host.engine.close()
     torch.distributed.all_reduce(torch.ones(1))
+
+
+def check_promises(host):
+    """vLLM plans ahead on GPUs alone; the worker's half of it, with a stand-in for the step on the device."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    from fastgrpo.rollout.vllm_worker import _Promise
+
+    class Step(AsyncModelRunnerOutput):
+        def get_output(self):
+            logprobs = SimpleNamespace(logprobs=np.asarray([[-0.5], [0.0]]))
+            return SimpleNamespace(req_ids=["a", "b"], sampled_token_ids=[[7], []], logprobs=logprobs)
+
+    notes = []
+    promise = _Promise(Step(), notes)
+    assert isinstance(promise, AsyncModelRunnerOutput) and notes == []
+    output = promise.get_output()
+    [(names, tokens, logprobs)] = notes
+    assert names == ("a", "b") and tokens.tolist() == [7, -1] and logprobs.tolist() == [-0.5, 0.0]
+    assert output.sampled_token_ids == [[7], []] and output.logprobs is None
 
 
 def test_greedy_equals_transformers(run):
@@ -298,6 +348,10 @@ def test_end_tokens_and_finish_reasons(run):
 
 def test_a_rollout_past_its_time(run):
     run(check_cut)
+
+
+def test_a_step_on_the_device_is_noted_when_it_is_done(run):
+    run(check_promises)
 
 
 def test_the_process_stays_as_it_was(run):

@@ -6,6 +6,7 @@ it holds, or with the one that its prefix cache remembers. It decodes a token a 
 
 import random
 import sys
+from collections import deque
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,9 @@ from fastgrpo.rollout.engine import sample_seed
 from fastgrpo.rollout.vllm_graphs import graph_sizes
 
 AT_1 = Sampling(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+
+
+PAST_THE_END = 149_999
 
 
 class FakeModel(torch.nn.Module):
@@ -46,6 +50,7 @@ class FakeLLM:
 
     def sleep(self, level):
         self.calls.append(f"sleep({level})")
+        assert not self.llm_engine.queue, "asleep under a running step"
         self.awake = set()
         self.prefix_cache.clear()
         if level == 2:
@@ -77,11 +82,13 @@ class FakeLLM:
 
 
 class FakeEngine:
-    """Draws 4 tokens a request, a step each: the weight in use, then three from the seed."""
+    """Draws 4 tokens a request, a step each: the weight in use, then three from the seed. As vLLM's, a step behind when
+    it schedules ahead: a request that has ended is in the next batch already, and draws one more token there."""
 
     def __init__(self, llm):
         self.llm, self.running, self.notes, self.order, self.aborted = llm, {}, [], [], []
-        self.engine_core, self.model_config = SimpleNamespace(), None
+        self.queue = deque() if llm.arguments["async_scheduling"] else None
+        self.engine_core, self.model_config = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=self.queue)), None
         self.vllm_config = SimpleNamespace(use_v2_model_runner=True)
         self.finish_reason = "length"
 
@@ -105,15 +112,30 @@ class FakeEngine:
 
     def step(self):
         torch.rand(1)
-        names = tuple(f"{request_id}-worker" for request_id in self.running)
-        drawn = [tokens[len(done)] for _, _, tokens, done in self.running.values()]
-        asked = all(params.logprobs is not None for _, params, _, _ in self.running.values())
+        batch = []
+        for request_id, (_, params, tokens, drawn) in self.running.items():
+            drawn.append(tokens[len(drawn)] if len(drawn) < len(tokens) else PAST_THE_END)
+            batch.append((request_id, drawn[-1], params.logprobs is not None))
+        if self.queue is None:
+            return self.finish(batch)
+        if batch:
+            self.queue.append(batch)
+            if len(self.queue) < 2:
+                return []
+        return self.finish(self.queue.popleft())
+
+    def finish(self, batch):
+        names = tuple(f"{request_id}-worker" for request_id, _, _ in batch)
+        drawn = [token for _, token, _ in batch]
+        asked = all(asked for _, _, asked in batch)
         logprobs = np.asarray([-token / 1e6 for token in drawn], np.float32) if asked else None
         self.notes.append((names, np.asarray(drawn, np.int32), logprobs))
         outputs = []
-        for request_id, (ids, _, tokens, done) in list(self.running.items()):
-            done.append(tokens[len(done)])
-            if len(done) == len(tokens):
+        for request_id, token, _ in batch:
+            if request_id not in self.running:
+                continue
+            ids, _, tokens, _ = self.running[request_id]
+            if token == tokens[-1]:
                 del self.running[request_id]
                 answer = SimpleNamespace(token_ids=tokens, finish_reason=self.finish_reason)
                 outputs.append(
@@ -243,17 +265,30 @@ def test_an_unfinished_request_is_named(fake_vllm, tmp_path):
         engine.generate(requests(), AT_1)
 
 
-def test_a_notebook_that_differs_from_the_answer_stops_the_run(fake_vllm, tmp_path):
-    engine = build(tmp_path)
-    fake = engine._llm.llm_engine
-    step = fake.step
+def engine_that_plans(ahead, tmp_path, **rollout):
+    """As on a GPU, a step ahead of the results, or as on a CPU."""
+    engine = build(tmp_path, **rollout)
+    if not ahead:
+        engine._llm.llm_engine.queue = None
+    return engine
 
-    def forgetful():
-        finished = step()
-        fake.notes[-1][1][2] += 1
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("wrong", ["token", "too many"])
+def test_a_notebook_that_differs_from_the_answer_stops_the_run(fake_vllm, tmp_path, ahead, wrong):
+    engine = engine_that_plans(ahead, tmp_path)
+    fake = engine._llm.llm_engine
+    finish = fake.finish
+
+    def forgetful(batch):
+        finished = finish(batch)
+        if wrong == "token":
+            fake.notes[-1][1][2] += 1
+        else:
+            fake.notes += [(("2-worker",), np.asarray([7], np.int32), None)] * 2 if finished else []
         return finished
 
-    fake.step = forgetful
+    fake.finish = forgetful
     with (
         engine.awake(weights(1), 0),
         pytest.raises(RuntimeError, match=r"noted other tokens .* prompt \(3,\), sample 0"),
@@ -261,20 +296,34 @@ def test_a_notebook_that_differs_from_the_answer_stops_the_run(fake_vllm, tmp_pa
         engine.generate(requests(), AT_1)
 
 
-def test_a_rollout_past_its_time_is_cut_with_what_it_has_drawn(fake_vllm, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ahead", "done"), [(True, 1), (False, 2)])
+def test_a_rollout_past_its_time_is_cut_with_what_it_has_drawn(fake_vllm, tmp_path, monkeypatch, ahead, done):
+    """Of the two steps until the look at the clock, one is on the device still when the next is planned ahead."""
     monkeypatch.setattr(vllm_draw, "STEPS_A_LOOK", 2)
-    engine = build(tmp_path, max_seconds=1e-9)
+    engine = engine_that_plans(ahead, tmp_path, max_seconds=1e-9)
     with engine.awake(weights(7), 0):
         rollouts = engine.generate(requests(), AT_1)
-    whole = build(tmp_path)
+    whole = engine_that_plans(ahead, tmp_path)
     with whole.awake(weights(7), 0):
         uncut = whole.generate(requests(), AT_1)
     assert engine._llm.llm_engine.aborted == ["0", "1", "2", "3"]
     for rollout, full in zip(rollouts, uncut, strict=True):
         assert rollout.finish_reason == "time" and rollout.truncated and rollout.seconds > 0
-        assert rollout.response_ids.tolist() == full.response_ids.tolist()[:2]
-        assert rollout.sampler_logprobs.tolist() == full.sampler_logprobs.tolist()[:2]
+        assert rollout.response_ids.tolist() == full.response_ids.tolist()[:done]
+        assert rollout.sampler_logprobs.tolist() == full.sampler_logprobs.tolist()[:done]
         assert full.finish_reason == "length" and full.truncated
+
+
+def test_steps_planned_ahead_change_no_answer_and_none_is_left_when_the_engine_sleeps(fake_vllm, tmp_path):
+    answers = []
+    for ahead in (True, False):
+        engine = engine_that_plans(ahead, tmp_path)
+        for _ in range(2):
+            with engine.awake(weights(4), 0):
+                answers.append([r.response_ids.tolist() for r in engine.generate(requests(), AT_1)])
+        assert not engine._llm.llm_engine.queue
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert all(len(answer) == 4 for answer in answers[0])
 
 
 def test_notes_come_apart_by_request_also_through_preemption_and_unfinished_prompts():
