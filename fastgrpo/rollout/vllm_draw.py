@@ -78,8 +78,7 @@ def draw(
     cut = [row for row in range(len(requests)) if row not in outputs] if engine.has_unfinished_requests() else []
     engine.abort_request([str(row) for row in cut])
     [notes] = llm.collective_rpc("take_notes")  # before the steps in flight, which drew past the ends of some
-    while engine.engine_core.engine_core.batch_queue:
-        engine.step()
+    drain(engine)
     took = time.perf_counter() - start
     tokens, logprobs = sort_notes(notes, names)
     drawn = []
@@ -107,6 +106,12 @@ def sort_notes(notes: Sequence[Note], names: Sequence[str]) -> tuple[list[np.nda
     blank = np.float32("nan")  # a step of nothing but unfinished prompts may bring none
     noted = np.concatenate([np.full(len(ids), blank) if found is None else found for _, ids, found in notes])
     return np.split(tokens[kept], ends), list(np.split(noted[kept], ends))
+
+
+def drain(engine: Any) -> None:
+    """Step until none of the steps that were planned ahead is on the device."""
+    while engine.engine_core.engine_core.batch_queue:
+        engine.step()
 
 
 def _noted_size(request: Request, noted: np.ndarray, returned: Sequence[int]) -> int:
