@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> dict[str, Any]:
         model = make_model(shape, Path(folder or made), "cuda" if torch.cuda.is_available() else "cpu")
         torch.cuda.empty_cache()
         record = measure([*arguments, *MADE, f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"], steps)
-    record = {"command": f"bench/bench_memory.py {' '.join(argv)}", "model": shape, **record, "commit": at}
+    command = " ".join(["bench/bench_memory.py", *arguments, f"--steps {steps}"])
+    record = {"command": command, "model": shape, **record, "commit": at}
     if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
         return record
     print(json.dumps(record, indent=1))
