@@ -2,7 +2,7 @@
 
     python bench/bench_step.py                           ours, TRL, TRL with liger: about 8 minutes on an H200
     python bench/bench_step.py --impl ours               one of them; rows of the others stay in the file
-    python bench/bench_step.py --impl ours -- actor.gradient_checkpointing=0 rollout.kv_cache_gib=20
+    python bench/bench_step.py --impl ours --label "within 24 GiB" -- trainer.gpu_memory_gib=24
     python bench/bench_step.py --train-only Qwen2.5-0.5B-Instruct Qwen2.5-1.5B-Instruct
                                                          forward, backward and update alone, on made answers; MFU
     python bench/bench_step.py --smoke                   two steps of a tiny model, anywhere: does the script work?
@@ -62,6 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file")
     parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("--label", help="stands behind `ours` in the rows, so that runs with other options have their own")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's table and picture")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options for our runs, after --")
@@ -163,7 +164,7 @@ def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: arg
     steps = [step for result in done for step in result["steps"][counts(impl, args)[1] :]]
     last = done[-1] if done else {}
     return {
-        "impl": impl,
+        "impl": f"{impl}, {args.label}" if args.label and impl.startswith("ours") else impl,
         "workload": workload(shape, args),
         "step_s_p50": median([step["step_s"] for step in steps]),
         "phases": {
