@@ -62,7 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file")
     parser.add_argument("--commit", help="the commit to write down where git does not know it")
-    parser.add_argument("--label", help="stands behind `ours` in the rows, so that runs with other options have their own")
+    parser.add_argument("--label", help="stands behind `ours` in the row: for runs with other options")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's table and picture")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options for our runs, after --")
