@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fastgrpo.algorithm.advantage import ADVANTAGES, Graded, group_means
 from fastgrpo.config import RunConfig
-from fastgrpo.errors import UserError
 from fastgrpo.records import Sample
 
 
@@ -47,15 +46,8 @@ class Groups:
 
 
 def make_groups(samples: Sequence[Sample], config: RunConfig, terms: SequenceTerms = NO_TERMS) -> Groups:
-    """Raises UserError when no sample of the step could be scored: there is nothing to learn from."""
+    """A step of which no sample could be scored has advantages of 0 and nothing that counts (see outage.py)."""
     scores_N = score_tensor(samples)
-    if samples and scores_N.isnan().all():
-        first = samples[0].score
-        raise UserError(
-            f"none of the step's {len(samples)} samples could be scored (the first: {first.status}, "
-            f"{first.error or dict(first.parts)}); "
-            "look at the reward function, its reference column (data.reference_key) and reward.timeout_s."
-        )
     tokens_N = torch.tensor([int(sample.rollout.response_mask.sum()) for sample in samples])
     group_N = torch.arange(len(samples)) // config.rollout.n
     penalty_N = None if terms.kl_N is None else terms.kl_coef * terms.kl_N

@@ -38,13 +38,9 @@ _KEPT_TURNS = 64  # keys of more turns ago than a step has are deleted
 class Stopped(Exception):
     """Raised on every rank alike, between two phases."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-    @property
-    def exit_code(self) -> int:
-        return INTERRUPTED if self.signum == signal.SIGINT else SAVED
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
 
 
 class Stopper:
@@ -77,7 +73,7 @@ class Stopper:
             return
         signum = self._signum if self._store is None else self._agree(self._store)
         if signum is not None:
-            raise Stopped(signum)
+            raise Stopped(signal.Signals(signum).name, INTERRUPTED if signum == signal.SIGINT else SAVED)
 
     def everybody_is_here(self) -> bool:
         """Whether all ranks arrive within the shutdown time: a collective is safe. False once a rank has failed."""

@@ -31,6 +31,7 @@ from fastgrpo.gate import check_gap
 from fastgrpo.gpu import explaining_lack_of_memory
 from fastgrpo.groups import Groups, make_groups
 from fastgrpo.metrics import Sums
+from fastgrpo.outage import Outage
 from fastgrpo.policy.sequences import needs_terms, sequence_terms
 from fastgrpo.records import Prompt, Rollout, Sample, StepRecord
 from fastgrpo.report import Report
@@ -68,6 +69,7 @@ class Trainer:
         self.config = self.stages.config
         self.stopper = Stopper(self.stages.mesh, config.trainer.shutdown_timeout_s)
         self.watchdog = Watchdog(self.stages.mesh, config.trainer.limits_s)
+        self._outage = Outage(config.reward.max_unscored_steps, speaks=self.stages.mesh.is_main)
         self.stateful: dict[str, Stateful] = {  # what a checkpoint keeps besides tensors, by name
             "trainer": self,
             "actor": self.stages.actor,
@@ -99,6 +101,7 @@ class Trainer:
         while True:
             session.note()
             self.stopper.check()
+            self._outage.check()
             if self._validation_is_due():
                 with self.watchdog.stage("validate"):
                     self.validate(session.report)
@@ -117,6 +120,7 @@ class Trainer:
         clock = Clock(s.mesh.device, s.engine_bytes, self.watchdog.stage)
         filled = fill_step(partial(self._draw, clock), config)
         samples, rollouts = filled.samples, [sample.rollout for sample in filled.samples]
+        self._outage.note(samples, step)
         s.lengths.note(rollouts)
         scoring = build_scoring_batches(rollouts, s.share) if step == 0 or needs_terms(config) else ()
         if step == 0:

@@ -18,6 +18,7 @@ AT_LEAST_1 = (
     "data.arithmetic.train_size",
     "data.arithmetic.val_size",
     "reward.num_workers",
+    "reward.max_unscored_steps",
     "model.lora_alpha",
     "rollout.n",
     "rollout.tensor_model_parallel_size",

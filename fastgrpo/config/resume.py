@@ -34,6 +34,7 @@ FREE = (
     "rollout.val_kwargs.",
     "reward.num_workers",
     "reward.timeout_s",
+    "reward.max_unscored_steps",
     "actor.max_tokens_per_gpu",
     "actor.micro_batch_size_per_gpu",
     "actor.max_skipped_updates",

@@ -126,3 +126,4 @@ class RewardConfig:
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)  # label (in the metrics) -> function
     num_workers: int = 4  # processes a rank
     timeout_s: float = 30.0  # seconds a call; then its process is killed and the sample is unscored
+    max_unscored_steps: int = 5  # steps in a row without one scored sample after which the run is saved and ended

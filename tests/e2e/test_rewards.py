@@ -13,8 +13,10 @@ import torch
 from cases import one_process
 
 from fastgrpo import Trainer
+from fastgrpo.checkpoint.folders import find_checkpoints
 from fastgrpo.config import build
 from fastgrpo.reward.reward_model import ModelReward
+from fastgrpo.stopping import Stopped
 
 PROMPTS = ["Say hello.", "Name a colour."]
 
@@ -96,3 +98,29 @@ def test_a_mixture_in_a_step_and_a_validation(trainer: Trainer, monkeypatch: pyt
         assert (record.metrics["reward/scored"], record.metrics["reward/unscored"]) == (6.0, 0.0)
     assert trainer.validate().score is not None
     assert awake == [False] * 3
+
+
+def test_an_outage_of_the_reward_ends_the_run_saved(tiny_model: Path, tmp_path: Path) -> None:
+    """Scores for one step, then none: two steps are counted and make no update, and the state after them is kept."""
+    (tmp_path / "mine.py").write_text("def compute_score(response, step):\n    return len(response) / (step < 1)\n")
+    document = {
+        "model": {"path": str(tiny_model)},
+        "data": {"train_batch_size": 2, "max_prompt_length": 64, "max_response_length": 8, "reference_key": None},
+        "reward": {
+            "functions": {"mine": {"kind": "custom", "path": str(tmp_path / "mine.py")}},
+            "num_workers": 1,
+            "max_unscored_steps": 2,
+        },
+        "rollout": {"name": "hf", "n": 3},
+        "trainer": {"device": "cpu", "total_epochs": 6, "run_dir": str(tmp_path / "runs"), "logger": []},
+        "actor": {"use_kl_loss": False, "optim": {"lr": 1e-3}},
+    }
+    with one_process(), pytest.raises(Stopped, match="2 steps in a row without a scored sample") as stopped:
+        Trainer(build(document), prompts=PROMPTS).run()
+    assert stopped.value.exit_code == 1
+    [folder] = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["actor/updates"] for row in rows] == [1, 0, 0]
+    assert [row["reward/error"] for row in rows] == [0, 6, 6] and "reward/mean" not in rows[2]
+    [saved] = find_checkpoints(folder / "checkpoints").complete
+    assert saved[1].step == 3 and saved[1].parts["actor"]["version"] == 1

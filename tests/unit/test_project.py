@@ -28,7 +28,7 @@ LAYERS = [
     {"config", "records", "paths", "rows"},
     {"console", "hub", "mesh", "algorithm", "batch", "compose"},
     {"diff", "launch", "metrics", "stopping"},
-    {"groups", "val_metrics", "watchdog"},
+    {"groups", "outage", "val_metrics", "watchdog"},
     {"policy", "reward", "data", "gate", "plan"},
     {"rollout", "checkpoint", "gpu"},
     {"evaluate", "dump"},

@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from fastgrpo.algorithm.advantage import ADVANTAGES
 from fastgrpo.batch.mini_batches import Share, build_mini_batches
-from fastgrpo.config import RunConfig
+from fastgrpo.config import AdvEstimator, RunConfig
 from fastgrpo.errors import UserError
 from fastgrpo.groups import make_groups
 from fastgrpo.metrics import JsonlFile, Sums, loss_metrics, plot_rewards, ratio, write_rows
+from fastgrpo.outage import Outage
 from fastgrpo.policy.actor import UpdateResult
 from fastgrpo.records import Rollout, Sample, Score
+from fastgrpo.stopping import Stopped
 from fastgrpo.summary import length_metrics, make_record, reward_metrics, tail_seconds
 
 
@@ -76,9 +79,29 @@ def test_every_status_is_counted(status):
     assert metrics["reward/zero_signal_groups"] == 1 and metrics["reward/mean"] == 2
 
 
-def test_a_step_without_any_score_ends_the_run():
+def test_a_step_without_any_score_counts_nothing():
+    samples = [sample(None, status=status, parts={"right": None}) for status in ("timeout", "error")]
+    for estimator in ADVANTAGES:
+        config = config_of(2)
+        config.algorithm.adv_estimator = AdvEstimator[estimator]
+        groups = make_groups(samples, config)
+        assert groups.advantages_N.tolist() == [0, 0] and groups.counted_N.tolist() == [False, False]
+    metrics = reward_metrics(samples, groups)
+    assert "reward/mean" not in metrics and metrics["reward/zero_signal_groups"] == 1
+
+
+def test_an_outage_is_a_mistake_at_first_and_later_ends_the_run_saved():
+    outage, good = Outage(3, speaks=False), [sample(1.0), sample(None, status="error")]
+    nothing = [sample(None, status="timeout"), sample(None, status="error")]
     with pytest.raises(UserError, match=r"none of the step's 2 samples could be scored \(the first: timeout"):
-        make_groups([sample(None, status="timeout"), sample(None, status="error")], config_of(2))
+        outage.note(nothing, 0)
+    for step, samples in enumerate([nothing, nothing, good, nothing, nothing], start=1):
+        outage.note(samples, step)
+        outage.check()
+    outage.note(nothing, 6)
+    with pytest.raises(Stopped, match="3 steps in a row without a scored sample") as stopped:
+        outage.check()
+    assert stopped.value.exit_code == 1
 
 
 def test_parts_are_means_over_those_who_have_one():
