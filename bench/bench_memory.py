@@ -48,7 +48,7 @@ MADE = (
     "data.system_prompt=null",
     "data.prompt_suffix=''",
     "data.apply_chat_template_kwargs={}",
-    "rollout.max_logprob_gap=100",
+    "rollout.max_logprob_gap=100",  # noise of weights that were never trained; a shift still stops the run
 )
 
 

@@ -30,6 +30,7 @@ class SequenceTerms:
     kl_N: Tensor | None  # float64, KL(policy || reference) summed over each sequence; None: not in the reward
     kl_coef: float
     kept_N: Tensor | None  # bool, what rejection keeps; None: no rejection
+    kl_per_token: float = 0.0  # mean over the sequences of their mean KL a token; what an adaptive coefficient follows
 
 
 NO_TERMS = SequenceTerms(None, 0.0, None)
@@ -57,8 +58,19 @@ def make_groups(samples: Sequence[Sample], config: RunConfig, terms: SequenceTer
     algorithm = config.algorithm
     advantages_N = ADVANTAGES[algorithm.adv_estimator](graded, by_std=algorithm.norm_adv_by_std_in_grpo)
     counted_N, filters = _counted(samples, scores_N, tokens_N, config, terms)
-    metrics = {} if penalty_N is None else {"reward/kl_penalty": penalty_N.mean().item()}
-    return Groups(scores_N, rewards_N, advantages_N, group_means(scores_N, group_N), counted_N, metrics | dict(filters))
+    metrics = _kl_metrics(penalty_N, terms) | filters
+    return Groups(scores_N, rewards_N, advantages_N, group_means(scores_N, group_N), counted_N, metrics)
+
+
+def _kl_metrics(penalty_N: Tensor | None, terms: SequenceTerms) -> dict[str, float]:
+    """Of the KL in the reward: what it took off a sequence, the coefficient that it had, and nats a token."""
+    if penalty_N is None:
+        return {}
+    return {
+        "reward/kl_penalty": penalty_N.mean().item(),
+        "reward/kl_coef": terms.kl_coef,
+        "reward/kl": terms.kl_per_token,
+    }
 
 
 def score_tensor(samples: Sequence[Sample]) -> Tensor:

@@ -57,22 +57,25 @@ def ratio(total: float, count: float) -> float:
 
 
 def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over tokens of the update's sums, under verl's names where it has one."""
-    tokens, gap_tokens = sums.get("tokens", 0.0), sums.get("gap_tokens", 0.0)
-    out = {
-        "actor/loss": sums.get("loss", 0.0),
-        "actor/pg_clipfrac_high": ratio(sums.get("clip_high", 0.0), tokens),
-        "actor/pg_clipfrac_low": ratio(sums.get("clip_low", 0.0), tokens),
-        "actor/pg_clipfrac_dual": ratio(sums.get("dual_clip", 0.0), tokens),
-        "actor/ppo_kl": ratio(sums.get("old_kl", 0.0), tokens),
-        "actor/ratio_mean": ratio(sums.get("ratio", 0.0), tokens),
-        "actor/ratio_max": sums.get("ratio_max", 0.0),
-        "actor/entropy": ratio(sums.get("entropy", 0.0), tokens),
-        "actor/trained_tokens": tokens,
-    }
-    if "kl" in sums:
-        out["actor/kl"] = ratio(sums["kl"], tokens)
-    return out | (gap_metrics(sums) if gap_tokens else {})
+    """Means over the trained tokens of the update's sums, under verl's names where it has one. A step that trained no
+    token has no means: 0 would read as a collapse of the entropy."""
+    tokens = sums.get("tokens", 0.0)
+    out = {"actor/loss": sums.get("loss", 0.0), "actor/trained_tokens": tokens}
+    if tokens:
+        out |= {name: sums[key] / tokens for name, key in _TOKEN_MEANS.items() if key in sums}
+        out["actor/ratio_max"] = sums.get("ratio_max", 0.0)
+    return out | (gap_metrics(sums) if sums.get("gap_tokens") else {})
+
+
+_TOKEN_MEANS = {  # metric -> its sum (algorithm/losses/contract.py)
+    "actor/pg_clipfrac_high": "clip_high",
+    "actor/pg_clipfrac_low": "clip_low",
+    "actor/pg_clipfrac_dual": "dual_clip",
+    "actor/ppo_kl": "old_kl",
+    "actor/ratio_mean": "ratio",
+    "actor/entropy": "entropy",
+    "actor/kl": "kl",  # with a KL term in the loss
+}
 
 
 class Logger(Protocol):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,11 @@ class Correction:
     upper: float = math.inf  # most that a weight counts (icepop: above it, nothing)
     lower: float = 0.0  # icepop: below it, nothing
     bypass: bool = False  # the sampler's logprobs stand for old_logprobs, so the loss's own ratio does the correction
+
+    def acting(self, *, has_ratio: bool) -> Correction:
+        """What multiplies a loss that contains the ratio new / old, or does not: with bypass the former needs nothing,
+        and the latter takes that ratio, policy over sampler, as its weight."""
+        return replace(self, kind="none") if self.bypass and has_ratio else self
 
 
 def importance_weights(

@@ -131,7 +131,8 @@ class RolloutConfig:
     cudagraph_capture_sizes: list[int] | None = None  # sequences; default: up to what one engine decodes at once
     sleep_level: int = 2  # CUDA: 2 drops the engine's weights while training, 1 keeps a copy in host memory
     dtype: Dtype = Dtype["auto"]  # engine weights; auto: as the trainer's compute
-    max_logprob_gap: float = 0.1  # nats; mean |sampler - trainer| above it stops the run
+    max_logprob_gap: float = 0.1  # nats; mean |trainer - sampler| above it stops the run, and so does a signed
+    # mean beyond 0.03 (or this, if less), whatever is set here: noise has no sign
     val_kwargs: ValidationSampling = field(default_factory=ValidationSampling)
 
 

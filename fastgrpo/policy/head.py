@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastgrpo.algorithm.losses import POLICY_LOSSES, LossBatch, LossConfig, SegmentSum, token_stats
+from fastgrpo.algorithm.losses import POLICY_LOSSES, RATIO_FREE, LossBatch, LossConfig, SegmentSum, token_stats
 from fastgrpo.algorithm.mismatch import importance_weights
 from fastgrpo.algorithm.mismatch_stats import gap_stats
 from fastgrpo.algorithm.stats import Stats
@@ -124,9 +124,12 @@ class GrpoHead:
         if trainer_R is None and self.at_rollout:
             trainer_R = logprobs_R
         if batch.sampler_logprobs_R is not None and trainer_R is not None:
-            live_R = batch.weights_R != 0
+            live_R, acting = (
+                batch.weights_R != 0,
+                self.cfg.correction.acting(has_ratio=self.policy_loss not in RATIO_FREE),
+            )
             stats = stats | gap_stats(
-                trainer_R, batch.sampler_logprobs_R, live_R, batch.seq_id_R, self.segment_sum, self.cfg.correction
+                trainer_R, batch.sampler_logprobs_R, live_R, batch.seq_id_R, self.segment_sum, acting
             )
         return HeadLoss(loss_sum, stats, logprobs_R.detach())
 

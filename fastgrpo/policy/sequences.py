@@ -47,9 +47,11 @@ def sequence_terms(
     tokens_N, rest = sums_KN[0], list(sums_KN[1:])
     kl_N = rest.pop(0) if algorithm.use_kl_in_reward else None
     kept = _kept(rest, tokens_N, algorithm.rollout_correction) if rest else None
-    terms = SequenceTerms(kl_N, controller.coef, kept)
-    if kl_N is not None:
-        controller.update((kl_N / tokens_N.clamp(min=1)).mean().item(), count)
+    if kl_N is None:
+        return SequenceTerms(None, controller.coef, kept)
+    kl_per_token = (kl_N / tokens_N.clamp(min=1)).mean().item()
+    terms = SequenceTerms(kl_N, controller.coef, kept, kl_per_token)
+    controller.update(kl_per_token, count)
     return terms
 
 

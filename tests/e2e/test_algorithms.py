@@ -72,6 +72,8 @@ def test_kl_in_the_reward_with_an_adaptive_coefficient(trainer):
     assert t.stages.kl_controller.coef == pytest.approx(0.5 * (1 - 0.2 * 9 / 90))  # far below the target
     second = t.step()
     assert second.metrics["reward/kl_penalty"] > 1e-4
+    assert (first.metrics["reward/kl_coef"], second.metrics["reward/kl_coef"]) == pytest.approx((0.5, 0.49))
+    assert first.metrics["reward/kl"] == pytest.approx(0, abs=1e-5) and 1e-6 < second.metrics["reward/kl"] < 1
     assert second.kl is None  # no KL term in the loss
     rewards = [r for group in second.rewards_PG for r in group]
     assert all(r is not None and abs(r * 10 - round(r * 10)) < 1e-9 for r in rewards)  # scores are shown as they are

@@ -40,8 +40,12 @@ def test_above_three_hundredths_it_warns():
 @pytest.mark.parametrize(
     ("gaps", "limit", "words"),
     [
-        ([0.125, -0.125], 0.1, r"over 2 tokens: .*logprob 0\.1250, mean \+0\.0000.*max_logprob_gap=0\.1\)"),
-        ([0.031, 0.031, 0.031], 0.1, r"logprob 0\.0310, mean \+0\.0310"),  # noise has no sign
+        (
+            [0.125, -0.125],
+            0.1,
+            r"over 2 tokens: .*logprob 0\.1250, mean \+0\.0000.*first is rollout.max_logprob_gap=0\.1\)",
+        ),
+        ([0.031, 0.031, 0.031], 0.1, r"logprob 0\.0310, mean \+0\.0310.*the second is 0\.03 either way"),
         ([-0.04, -0.03], 0.1, r"mean -0\.0350"),
         ([0.02, -0.01], 0.001, r"max_logprob_gap=0\.001"),
         ([0.5, -0.5], 0.4, r"largest 0\.50 nats"),
@@ -56,8 +60,9 @@ def test_beyond_its_limits_it_stops(gaps, limit, words):
 
 def test_a_wider_limit_lets_noise_pass_but_no_shift():
     assert "drift apart" in str(check_gap(sums_of([0.3, -0.3]), config_of(0.4)))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"the second is 0\.03 either way") as stopped:
         check_gap(sums_of([0.1, 0.1]), config_of(0.4))
+    assert "max_logprob_gap" not in str(stopped.value)  # a limit that did not act
 
 
 def test_without_comparable_tokens_there_is_nothing_to_say():

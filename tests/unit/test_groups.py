@@ -28,12 +28,13 @@ def config_of(n, **algorithm):
 
 
 def test_the_kl_penalty_is_in_the_advantage():
-    terms = SequenceTerms(torch.tensor([2.0, 4.0, 0.0, 1.0], dtype=torch.float64), 0.1, None)
+    terms = SequenceTerms(torch.tensor([2.0, 4.0, 0.0, 1.0], dtype=torch.float64), 0.1, None, 0.3)
     groups = make_groups([sample(1.0), sample(1.0), sample(1.0), sample(0.0)], config_of(2), terms)
     assert groups.scores_N.tolist() == [1, 1, 1, 0] and groups.means_P.tolist() == [1, 0.5]  # of the scores
     assert groups.rewards_N.tolist() == pytest.approx([0.8, 0.6, 1.0, -0.1])
     assert groups.advantages_N.tolist() == pytest.approx([0.1, -0.1, 0.55, -0.55])
-    assert groups.metrics == {"reward/kl_penalty": pytest.approx(0.1 * 7 / 4)}
+    penalty = pytest.approx(0.1 * 7 / 4)
+    assert groups.metrics == {"reward/kl_penalty": penalty, "reward/kl_coef": 0.1, "reward/kl": 0.3}
 
 
 def test_truncated_answers_leave_the_counts_and_stay_in_the_baseline():

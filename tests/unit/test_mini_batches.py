@@ -10,6 +10,7 @@ from cases import GradientReader, full_weights, make_rollouts, mini_batches_of, 
 
 from fastgrpo.algorithm.losses import LossConfig
 from fastgrpo.algorithm.mismatch import Correction
+from fastgrpo.algorithm.mismatch_stats import gap_metrics
 from fastgrpo.batch.mini_batches import MiniBatch, Share, build_mini_batches, build_scoring_batches
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.config import RunConfig
@@ -388,6 +389,25 @@ def test_the_kernel_and_the_plain_loss_are_the_same(policy_loss, kind, kl_type):
         found.append((out.loss_sum, hidden_RH.grad, {name: x.item() for name, x in out.stats.items()}))
     torch.testing.assert_close(found[0][:2], found[1][:2], rtol=1e-5, atol=1e-6)
     assert found[0][2] == pytest.approx(found[1][2], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("policy_loss", ["vanilla", "cispo", "sapo", "gspo", "reinforce"])
+def test_with_bypass_the_metric_shows_the_weight_that_acted(policy_loss):
+    """None on a loss with the ratio in it, though the kind is `token`; on the one without: policy over sampler, at most
+    1.1. The sampler's logprob is lower by 0.05, then by 0.5."""
+    output, correction = OutputLayer(torch.eye(3), None, 1.0, 0.0), Correction("token", 1.1, bypass=True)
+    for gap, weight in ((0.05, math.exp(0.05)), (0.5, 1.1)):
+        losses = []
+        for cfg in (LossConfig(correction=correction), LossConfig(correction=Correction(bypass=True))):
+            head = GrpoHead(cfg, 0.5, None, None, True, policy_loss, segment_sum=lambda x_U, seq_id_U: x_U)
+            sampler_R = torch.tensor([LOGPROB_AT_HALF - gap])
+            out = head(torch.tensor([[2.0, 1.0, 0.0]], requires_grad=True), output, one_row(sampler=sampler_R))
+            losses.append((out.loss_sum.item(), gap_metrics({name: x.item() for name, x in out.stats.items()})))
+        (loss, metrics), (unweighted, _) = losses
+        acted = metrics["rollout_corr/rollout_is_applied_mean"]
+        assert acted == pytest.approx(weight if policy_loss == "reinforce" else 1.0, rel=1e-5)
+        assert loss == pytest.approx(unweighted * acted, rel=1e-5)
+        assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(math.exp(gap), rel=1e-5)
 
 
 def test_a_forgotten_temperature_shows_in_the_ratio():

@@ -208,9 +208,10 @@ def test_loss_metrics_by_hand():
     }
 
 
-def test_a_step_without_tokens_has_zeros_and_no_kl():
-    metrics = loss_metrics({})
-    assert set(metrics.values()) == {0.0} and "actor/kl" not in metrics
+@pytest.mark.parametrize("sums", [{}, {"loss": 0.0, "tokens": 0.0, "ratio": 0.0, "ratio_max": 0.0, "entropy": 0.0}])
+def test_a_step_without_tokens_has_no_means(sums):
+    """Neither a ratio of 0 nor an entropy of 0: nothing was measured."""
+    assert loss_metrics(sums) == {"actor/loss": 0.0, "actor/trained_tokens": 0.0}
     assert ratio(3.0, 0.0) == 0.0
 
 

@@ -69,10 +69,10 @@ def policy_loss(
     rows = Rows(live_U, logprobs_U, old_U, select(live_U, batch.advantages_U), batch.seq_id_U, segment_sum)
     surrogate = SURROGATES[name](rows, cfg)
     loss_U = surrogate.loss_U
-    # With bypass, r itself is policy over sampler; a loss without r takes that ratio as its importance weight.
-    if sampler_U is not None and not (cfg.correction.bypass and name not in RATIO_FREE):
+    if sampler_U is not None:
         at_rollout_U = logprobs_U.detach() if cfg.correction.bypass else old_U
-        weights_U = importance_weights(at_rollout_U, sampler_U, live_U, batch.seq_id_U, segment_sum, cfg.correction)
+        acting = cfg.correction.acting(has_ratio=name not in RATIO_FREE)
+        weights_U = importance_weights(at_rollout_U, sampler_U, live_U, batch.seq_id_U, segment_sum, acting)
         loss_U = loss_U if weights_U is None else loss_U * weights_U
     kl_U = None
     if batch.ref_logprobs_U is not None:
