@@ -11,6 +11,7 @@ A row's number is the steps done when it was written; validation has rows of its
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from typing import Any
 from fastgrpo.checkpoint import CHECKPOINTS
 from fastgrpo.checkpoint.disk import PART, remove_tree, write_durably
 from fastgrpo.checkpoint.folders import set_aside
+
+log = logging.getLogger("fastgrpo")
 
 _NUMBERED = re.compile(r"step_(\d+)(\.jsonl)?")
 
@@ -40,7 +43,7 @@ class History:
         if row.get("reward/mean") is not None:
             self.curve.append((step, row["reward/mean"]))
         if row.get("val/reward") is not None:
-            self.scores.append((step, row["val/reward"], int(row["val/scored"])))
+            self.scores.append((step, row["val/reward"], int(row.get("val/scored") or 0)))
         self._latest |= {name: (step, value) for name, value in row.items() if value is not None}
 
     def knows(self, metric: str) -> bool:
@@ -69,26 +72,36 @@ def number(path: Path) -> int | None:
 
 
 def _cut_rows(file: Path, step: int, aside: Path) -> History:
-    """The rows after `step`, and a line that was cut short by the end of the process, go into `aside`."""
+    """The rows after `step`, and a line that was cut short by the end of the process, go into `aside`; so does, with a
+    warning, a line that is no row."""
     history = History()
-    kept: list[str] = []
-    late: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else ():
+    kept: list[bytes] = []
+    late: list[bytes] = []
+    bad: list[int] = []
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True) if file.exists() else (), start=1):
         row = _row(line)
+        if row is None and line.endswith(b"\n"):
+            bad.append(number)
         if row is None or row["step"] > step:
             late.append(line)
         else:
             kept.append(line)
             history.add(row)
+    if bad:
+        log.warning("%s: line %s is no row of metrics and is moved to %s", file, ", ".join(map(str, bad)), aside)
     if late:
         aside.mkdir(exist_ok=True)
-        (aside / file.name).write_text("".join(late), encoding="utf-8")
-        write_durably(file, "".join(kept))
+        (aside / file.name).write_bytes(b"".join(late))
+        write_durably(file, b"".join(kept).decode())
     return history
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for anything but a whole line with a step and numbers."""
     try:
-        return json.loads(line) if line.endswith("\n") else None
+        row = json.loads(line.decode()) if line.endswith(b"\n") else None
     except ValueError:
         return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row if all(value is None or isinstance(value, int | float) for value in row.values()) else None

@@ -77,6 +77,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
     if manifest.format != FORMAT:
         raise ValueError(f"its format is {manifest.format}, this version of fastgrpo reads {FORMAT}")
+    if lacking := _lacking(manifest):
+        raise ValueError(f"its {MANIFEST} is damaged: {lacking}")
     sizes = file_sizes(folder)
     for name, size in manifest.files.items():
         if name not in sizes:
@@ -84,6 +86,14 @@ def read_manifest(folder: Path) -> Manifest:
         if sizes[name] != size:
             raise ValueError(f"{name} has {sizes[name]} of {size} bytes")
     return manifest
+
+
+def _lacking(manifest: Manifest) -> str:
+    """What of the types is wrong; "" for a manifest that this program wrote."""
+    wrong = [name for name in ("config", "identity", "parts", "files") if not isinstance(getattr(manifest, name), dict)]
+    wrong += [name for name in ("step", "total_steps", "world") if type(getattr(manifest, name)) is not int]
+    wrong += [] if wrong or all(type(size) is int for size in manifest.files.values()) else ["files"]
+    return f"{', '.join(wrong)} cannot be what it says" if wrong else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ def find_checkpoints(root: Path) -> Found:
     complete.sort(key=lambda found: found[1].step, reverse=True)
     pointer = root / LATEST
     if pointer.is_file():
-        name = pointer.read_text(encoding="utf-8").strip()
+        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
         if name not in [folder.name for folder, _ in complete]:
             passed_over.append(f"{pointer}: it names {name!r}, which is no complete checkpoint")
     return Found(complete, passed_over)

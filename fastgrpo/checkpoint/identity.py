@@ -16,7 +16,7 @@ _SAMPLE_BYTES = 1 << 16  # of each end of a weight file
 class Identity:
     """What a run is made of besides its options, as fingerprints."""
 
-    data: str  # ids and references of all training prompts, in order
+    data: str  # names (file/split/row), ids and references of all training prompts, in order
     prompts: int
     model: str  # config.json and a sample of the weight files that the run began with
     reference: str | None  # likewise, of the reference policy; None without one

@@ -170,7 +170,10 @@ def refuse_other_material(
     before, now = manifest.identity, asdict(identity)
     reasons = []
     if before["data"] != now["data"]:
-        reasons.append(f"the training prompts have changed ({before['prompts']} then, {now['prompts']} now)")
+        reasons.append(
+            "the training prompts have changed: their tokens, references or order, or the names of data.train_files, "
+            f"which seed the samples ({before['prompts']} prompts then, {now['prompts']} now)"
+        )
     if before["model"] != now["model"]:
         reasons.append(f"model.path={config.model.path} holds another model than the run began with")
     if before["reference"] != now["reference"]:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from fastgrpo.checkpoint.checksum import write_checksums
 from fastgrpo.checkpoint.index import read_index
 
 _READ_BYTES = 1 << 30  # full tensors that are read back at a time
@@ -77,9 +78,11 @@ def plan_files(folder: Path, plans: list[SavePlan]) -> tuple[list[SavePlan], Met
 
 
 def write_shard(folder: Path, plan: SavePlan, planner: ShardPlanner) -> list[WriteResult]:
-    """This rank's file, flushed to the disk. `plan` is its part of the global plan."""
+    """This rank's file and its checksum, flushed to the disk. `plan` is its part of the global plan."""
     folder.mkdir(parents=True, exist_ok=True)
-    return FileSystemWriter(folder).write_data(planner.finish_plan(plan), planner).wait()
+    results = FileSystemWriter(folder).write_data(planner.finish_plan(plan), planner).wait()
+    write_checksums(folder / name for name in sorted({result.storage_data.relative_path for result in results}))
+    return results
 
 
 def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -3,7 +3,7 @@
 An option is in one of four kinds:
 
     FREE       the result is the same, up to rounding: layout, memory, speed, what is shown and kept
-    IDENTITY   files may move; what they hold is compared by its fingerprint, not by its name
+    IDENTITY   files may move; what they hold is compared by its fingerprint, not by its path
     FIXED      the place in the data would mean something else: refused, no exception
     the rest   changes the updates: refused, unless trainer.resume_allow names it
 

@@ -281,7 +281,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (change_the_batch, "data.train_batch_size was 2 and is 4 (the place in the data would mean something else)"),
     (change_the_model, "holds another model than the run began with"),
     (change_the_rate, "actor.optim.lr was 0.001 and is 0.002 (allow it: trainer.resume_allow=[actor.optim.lr])"),
-    (change_the_template, "the training prompts have changed (8 then, 8 now)"),
+    (change_the_template, "(8 prompts then, 8 now)"),
 ]
 
 

@@ -74,6 +74,9 @@ def test_incomplete_folders_say_why(tmp_path: Path) -> None:
     (make(tmp_path, 50) / "checkpoint.json").write_text("{")
     manifest = make(tmp_path, 60) / "checkpoint.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    for step, changed in ((61, {"files": []}), (62, {"files": {"a": None}}), (63, {"step": "63", "parts": None})):
+        manifest = make(tmp_path, step) / "checkpoint.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changed))
     (tmp_path / "step_000070.part").mkdir()
     found = find_checkpoints(tmp_path)
     assert [path.name for path, _ in found.complete] == ["step_000010"]
@@ -83,8 +86,11 @@ def test_incomplete_folders_say_why(tmp_path: Path) -> None:
     assert reasons[2] == "step_000040: it has no checkpoint.json, which is written last"
     assert reasons[3].startswith("step_000050: its checkpoint.json cannot be read")
     assert reasons[4] == "step_000060: its format is 2, this version of fastgrpo reads 1"
-    assert reasons[5] == "step_000070.part: it was still being written"
-    assert reasons[6] == "latest: it names 'step_000060', which is no complete checkpoint"
+    assert reasons[5] == "step_000061: its checkpoint.json is damaged: files cannot be what it says"
+    assert reasons[6] == "step_000062: its checkpoint.json is damaged: files cannot be what it says"
+    assert reasons[7] == "step_000063: its checkpoint.json is damaged: parts, step cannot be what it says"
+    assert reasons[8] == "step_000070.part: it was still being written"
+    assert reasons[9] == "latest: it names 'step_000063', which is no complete checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +196,19 @@ def test_the_way_back_keeps_what_is_later_aside(tmp_path: Path) -> None:
     assert steps(tmp_path / "checkpoints") == [2] and steps(aside / "checkpoints") == [3]
     assert go_back(tmp_path, 2).steps == 2  # once more: nothing is left to do
     assert len(list(tmp_path.glob("aside-*"))) == 1
+
+
+def test_a_line_that_is_no_row_is_set_aside_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = [b'{"step": 1, "reward/mean": 0.5}\n', b'{"step": 2, "val/reward": 0.25, "actor/grad_norm": null}\n']
+    bad = [b"\xff\n", b"17\n", b'{"step": "1"}\n', b'{"step": 1, "reward/mean": "x"}\n', b"\n"]
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(good[0] + b"".join(bad) + good[1])
+    history = go_back(tmp_path, 2)
+    assert (history.curve, history.scores) == ([(1, 0.5)], [(2, 0.25, 0)])
+    assert file.read_bytes() == b"".join(good)
+    [aside] = tmp_path.glob("aside-*")
+    assert (aside / "metrics.jsonl").read_bytes() == b"".join(bad)
+    assert f"{file}: line 2, 3, 4, 5, 6 is no row of metrics and is moved to {aside}" in caplog.text
 
 
 def test_kinds_of_options_name_options() -> None:

@@ -23,6 +23,7 @@ from fastgrpo.checkpoint.host_memory import available_bytes
 from fastgrpo.checkpoint.random_state import random_state, set_random_state
 from fastgrpo.checkpoint.tensors import copy_to_host, training_tensors
 from fastgrpo.config import OptimConfig, TrainerConfig
+from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.optim import apply_update, build_adamw
@@ -213,14 +214,35 @@ def test_an_error_anywhere_leaves_nothing_half(
 
 
 def test_a_damaged_shard_of_the_right_size_ends_the_resume(tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
+    """One bit of a tensor, which torch reads without a word; and a file of zeros without a checksum."""
     made = make_policy(tiny_model, mesh)
-    saver_of(tmp_path, made, tiny_model, mesh).save(manifest(1), random_state(), wait=True)
-    shard = tmp_path / "step_000001" / "state" / "__0_0.distcp"
+    saving = saver_of(tmp_path, made, tiny_model, mesh)
+    for step in (1, 2):
+        saving.save(manifest(step), random_state(), wait=True)
+    older, newer = tmp_path / "step_000001", tmp_path / "step_000002"
+
+    def resume(folder: Path) -> None:
+        restore(folder, read_manifest(folder), *make_policy(tiny_model, mesh), {}, mesh)
+
+    resume(newer)
+    shard = newer / "state" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        resume(newer)
+    said = str(refused.value)
+    assert f"{newer} cannot be read, though no file is missing: rank 0: ValueError: __0_0.distcp has changed" in said
+    assert f"trainer.resume={older}" in said and "\n" not in said
+
+    shard = older / "state" / "__0_0.distcp"
     shard.write_bytes(bytes(shard.stat().st_size))
-    with pytest.raises(OSError, match="step_000001 cannot be read \\(rank 0: "):
-        restore(
-            tmp_path / "step_000001", read_manifest(tmp_path / "step_000001"), *make_policy(tiny_model, mesh), {}, mesh
-        )
+    shard.with_name("__0_0.distcp.crc32").unlink()
+    listed = json.loads((older / "checkpoint.json").read_text())
+    del listed["files"]["state/__0_0.distcp.crc32"]
+    (older / "checkpoint.json").write_text(json.dumps(listed))
+    with pytest.raises(UserError, match=r"rank 0: \w+: .*There is no older one"):
+        resume(older)
 
 
 def test_random_state_is_plain_and_exact() -> None:
