@@ -34,7 +34,7 @@ class Prompt:
     ids: tuple[int, ...]  # after the chat template, exactly what the engine reads and the trainer scores
     text: str  # what the user said, for rewards and for the eye
     reference: str | None  # the right answer, if the data has one
-    meta: Mapping[str, Any]  # the data row's other columns
+    meta: Mapping[str, Any]  # the data row, also what `text` and `reference` were made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class RewardRequest:
     uid: str = ""  # of the prompt
     sample: int = 0
     num_tokens: int = 0  # of the response, its end token included
+    response_ids: bytes = b""  # int32 in the machine's order, its end token included
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,9 +132,7 @@ def _tasks(source: Source, name: str, data: DataConfig, split: Split) -> list[_T
     for index, row in enumerate(source.rows, start=source.first_row):
         where = f"{source.origin} row {index}"
         prompt, reference = _prompt_and_reference(row, source, data, where)
-        used = (None if source.template else source.prompt_key, source.reference_key)
-        meta = {key: value for key, value in row.items() if key not in used}
-        tasks.append(_Task(f"{name}/{split}/{index}", where, to_messages(prompt, data, where), reference, meta))
+        tasks.append(_Task(f"{name}/{split}/{index}", where, to_messages(prompt, data, where), reference, dict(row)))
     return tasks
 
 

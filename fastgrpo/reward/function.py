@@ -94,6 +94,7 @@ def arguments_of(request: RewardRequest) -> dict[str, Any]:
         "uid": request.uid,
         "sample": request.sample,
         "num_tokens": request.num_tokens,
+        "completion_ids": request.response_ids,
     }
 
 
@@ -103,13 +104,13 @@ def read_return(value: object) -> tuple[float | None, dict[str, float | str]]:
     if isinstance(value, Mapping):
         if "score" not in value:
             raise BadReturn(f'a dict without "score" (keys: {reprlib.repr(list(value))})')
-        details |= {str(k): x for k, v in value.items() if k != "score" and (x := _finite(v)) is not None}
+        details |= {str(k): x for k, v in value.items() if k != "score" and (x := finite(v)) is not None}
         if value.get(PRED) is not None:
             details[PRED] = str(value[PRED])
         value = value["score"]
     if value is None:
         return None, details
-    score = _finite(value)
+    score = finite(value)
     if score is None:
         raise BadReturn(_describe(value))
     return score, details
@@ -125,7 +126,12 @@ def read_batch(value: object, size: int) -> list[tuple[float | None, dict[str, f
     return [read_return(value[i]) for i in range(size)]  # type: ignore[index]
 
 
-def _finite(value: object) -> float | None:
+class MissingColumn(Exception):
+    """The function asks for a column that the data does not have; the text names both."""
+
+
+def finite(value: object) -> float | None:
+    """A number as float; None for what is none, or not finite."""
     if getattr(value, "ndim", None) == 0:  # numpy and torch scalars, without importing either
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real | Decimal):

@@ -22,7 +22,7 @@ from fastgrpo import hub
 from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest
 from fastgrpo.reward.endpoint import Endpoint, EndpointError, authorization
-from fastgrpo.reward.function import LocalReward, Outcome, RewardFunction, Setting
+from fastgrpo.reward.function import LocalReward, Outcome, RewardFunction, Setting, finite
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,10 @@ def load_endpoint(make: Callable[[], Endpoint]) -> Callable[..., object]:
         answer, retries = await endpoint.post({"prompt": prompt, "response": response, "reference": reference})
         if not isinstance(answer, dict) or "score" not in answer:
             raise EndpointError(f'the answer is no {{"score": number}}: {str(answer)[:200]}')
-        return {"score": answer["score"], "retries": float(retries)}
+        score = finite(answer["score"])
+        if score is None and answer["score"] is not None:
+            raise EndpointError(f"the score is neither a finite number nor null: {str(answer['score'])[:200]!r}")
+        return {"score": score, "retries": float(retries)}
 
     return compute_score
 

@@ -9,9 +9,11 @@ time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward.function import LocalReward, Outcome, RewardFunction
 from fastgrpo.reward.runner import RewardRunner
@@ -19,6 +21,8 @@ from fastgrpo.reward.total import refuse_if_all_raise, total
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("fastgrpo")
 
 
 class Rewards:
@@ -46,8 +50,8 @@ class Rewards:
             function.load(device)
 
     def score(self, requests: Sequence[RewardRequest]) -> list[Score]:
-        """One Score a request, in the order of the requests. UserError for a mistake in a function, and when a function
-        fails in the same way on every sample of the first batch."""
+        """One Score a request, in the order of the requests. UserError for a mistake in a function, and when one with
+        a weight fails in the same way on every sample of the first batch."""
         if not requests:
             return []
         of_workers = iter(self._runner.outcomes(requests))
@@ -57,7 +61,12 @@ class Rewards:
         ]
         if self._first:
             for function, found in zip(self.functions, outcomes, strict=True):
-                refuse_if_all_raise(function, found)
+                try:
+                    refuse_if_all_raise(function, found)
+                except UserError as error:
+                    if function.weight != 0:
+                        raise
+                    log.warning(f"{error}\nIts weight is 0, so training goes on without it.")
             self._first = False
         return [total(self.functions, found) for found in zip(*outcomes, strict=True)]
 

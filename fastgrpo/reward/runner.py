@@ -59,6 +59,13 @@ class _Batch:
     queue: deque[Job] = field(default_factory=deque)
     outcomes: dict[Job, Outcome] = field(default_factory=dict)
 
+    def give_up(self, function: int, outcome: Outcome) -> None:
+        """What waits for this function gets `outcome`; what is under way may still answer."""
+        for job in self.queue:
+            if job[0] == function:
+                self.outcomes.setdefault(job, outcome)
+        self.queue = deque(job for job in self.queue if job[0] != function)
+
 
 class RewardRunner:
     """Reward functions and the processes they run in, which start with the first call and serve all later ones."""
@@ -152,8 +159,13 @@ class RewardRunner:
         if kind == "raised":
             text, where, trace = rest
             return Outcome("error", error=text, where=where, trace=trace)
+        named = self.functions[function]
+        if named.weight == 0:  # it only watches
+            return Outcome("error", error=rest[0] if kind == "misfit" else f"it returned {rest[0]}")
+        if kind == "misfit":
+            raise UserError(f"{named} cannot be called: {rest[0]}. Rename the parameter, or give it a default.")
         raise UserError(
-            f"{self.functions[function]} returned {rest[0]}. Expected is one finite number for the one sample it is "
+            f"{named} returned {rest[0]}. Expected is one finite number for the one sample it is "
             'called with, None (the sample cannot be scored), or a dict {"score": number, ...}; from a function that '
             "takes lists, a list of those, one a sample."
         )
@@ -295,9 +307,13 @@ class RewardRunner:
             raise
 
     def _refuse_if_never_back(self, function: int, batch: _Batch) -> None:
-        """UserError when a function has never answered: without it, a first batch would wait for every timeout."""
+        """UserError when a function has never answered: without it, a first batch would wait for every timeout. One
+        that only watches is not asked any more in this batch."""
         timeouts = sum(o.status == "timeout" for (f, _), o in batch.outcomes.items() if f == function)
         if not self._speeds[function].calls and timeouts >= 4 * self._num_workers:
+            if self.functions[function].weight == 0:
+                batch.give_up(function, self._late())
+                return
             raise UserError(
                 f"{self.functions[function]} answered none of the first {timeouts} samples within reward.timeout_s = "
                 f"{self._timeout_s:g} s. Raise reward.timeout_s if it needs longer."

@@ -3,7 +3,7 @@
     (prompt, response, reference, meta, step, uid, sample, num_tokens)      one sample; any of them, by name
     (prompts, responses, references, metas, step, ...)                      all samples of this rank's step, as lists
     (data_source, solution_str, ground_truth, extra_info)                   verl's names, also in the plural
-    (prompts, completions, **kwargs)                                        TRL's; kwargs and further parameters are the
+    (prompts, completions, completion_ids, **kwargs)                        TRL's; kwargs and further parameters are the
                                                                             columns of the data, as lists
 
 An `async def` of the first form runs for many samples at once. What else a function requires is refused with a hint.
@@ -13,11 +13,13 @@ Calling and its limits are worker.py's and runner.py's.
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastgrpo.errors import UserError
+from fastgrpo.reward.function import MissingColumn
 
 ARGUMENTS = ("prompt", "response", "reference", "meta", "step", "uid", "sample", "num_tokens")
 _VERL = {
@@ -31,8 +33,11 @@ _SINGLE = {name: name for name in ARGUMENTS} | _VERL
 _BATCH = {f"{name}s": name for name in ARGUMENTS if name not in ("step", "num_tokens")}
 _BATCH |= {f"{theirs}s": ours for theirs, ours in _VERL.items()} | {
     "completions": "response",
+    "completion_ids": "completion_ids",
     "num_tokens": "num_tokens",
 }
+_NOT_IN_KEYWORDS = {*_BATCH, "step", "prompt", "completion"}  # columns that **kwargs leaves out, as TRL's does
+_OF_TRLS_TRAINER = {"trainer_state", "log_extra", "log_metric", "environments"}
 _MARKS = set(_BATCH) - {"num_tokens"}  # a parameter of such a name makes a function one for batches
 _EXAMPLE = "def compute_score(prompt, response, reference, meta, step) -> float"
 
@@ -52,9 +57,9 @@ class Signature:
         return {name: _value(sample, _SINGLE[name]) for name in self.takes}
 
     def batch_keywords(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Keyword arguments for a batch. KeyError when a column that the function asks for is not in the data."""
+        """Keyword arguments for a batch. MissingColumn when a column that the function asks for is not in the data."""
         columns = {name for sample in samples for name in sample["meta"]} if self.all_columns else set()
-        names = dict.fromkeys([*self.takes, *sorted(columns - set(_BATCH) - {"step"})])
+        names = dict.fromkeys([*self.takes, *sorted(columns - _NOT_IN_KEYWORDS)])
         return {name: self._column(name, samples) for name in names}
 
     def _column(self, name: str, samples: Sequence[dict[str, Any]]) -> Any:
@@ -62,11 +67,14 @@ class Signature:
             return samples[0]["step"]
         if source := _BATCH.get(name):
             return [_value(sample, source) for sample in samples]
-        if not any(name in sample["meta"] for sample in samples):
-            raise KeyError(
-                f"the data has no column {name!r}; its columns are {', '.join(samples[0]['meta']) or '(none)'}"
-            )
-        return [sample["meta"].get(name) for sample in samples]
+        if any(name in sample["meta"] for sample in samples):
+            return [sample["meta"].get(name) for sample in samples]
+        if name in ARGUMENTS:  # `reference`, whatever its column is called
+            return [sample[name] for sample in samples]
+        known = ", ".join(samples[0]["meta"]) or "(none)"
+        raise MissingColumn(
+            f"it takes the parameter {name!r}, and the data has no such column; its columns are {known}"
+        )
 
 
 def read_signature(function: Callable[..., object], name: str) -> Signature:
@@ -106,6 +114,11 @@ def is_batched(parameters: Collection[str]) -> bool:
 def check_required(required: Collection[str], parameters: Collection[str], name: str) -> None:
     """UserError when a function of these `parameters` requires some that no reward is given."""
     if is_batched(parameters):  # anything else may be a column
+        if others := sorted(_OF_TRLS_TRAINER & set(required)):
+            raise UserError(
+                f"{name} requires {', '.join(others)}, which only TRL's trainer has. Give it a default; the step's "
+                'number is `step`, and a dict {"score": ..., more numbers} makes metrics.'
+            )
         return
     unknown = [p for p in required if p not in _SINGLE]
     if unknown:
@@ -122,4 +135,6 @@ def _value(sample: dict[str, Any], source: str) -> Any:
         return sample["meta"].get("data_source")
     if source == "extra_info":
         return sample["meta"].get("extra_info", sample["meta"])
+    if source == "completion_ids":
+        return array("i", sample["completion_ids"]).tolist()
     return sample[source]

@@ -13,7 +13,8 @@ however it ended, the nursery ends all workers, also one that is stuck in a C ca
                         (function, seconds a call may take, [(job, arguments), ...])
     worker -> trainer   JSON lines: {"ready": form of each function}, or {"broken": message}; then
                         [job, seconds, kind, ...] for each job
-                        kind scored: score or null, details | raised: text, where, trace | bad: description | timeout
+                        kind scored: score or null, details | raised: text, where, trace | timeout
+                             bad: description of what it returned | misfit: why it cannot be called
 
 One call for one job, in their order; for a function that takes batches, one for all jobs of the message; for an async
 one, all of them at once on one event loop.
@@ -41,7 +42,7 @@ from functools import partial
 from typing import Any
 
 from fastgrpo.errors import UserError
-from fastgrpo.reward.function import BadReturn, read_batch, read_return
+from fastgrpo.reward.function import BadReturn, MissingColumn, read_batch, read_return
 from fastgrpo.reward.process import ANSWER, ORDER
 from fastgrpo.reward.signature import Signature, read_signature
 
@@ -207,6 +208,8 @@ def _scored(value: tuple[float | None, dict[str, float | str]]) -> list[object]:
 
 
 def _failed(error: BaseException) -> list[object]:
+    if isinstance(error, MissingColumn):
+        return ["misfit", str(error)]
     return ["bad", str(error)] if isinstance(error, BadReturn) else ["raised", _first_line(error), *_trace(error)]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.mesh import Mesh, engine_slice
@@ -72,7 +73,17 @@ def score_own(
         prompt = by_uid[rollout.uid]
         size = len(rollout.response_ids)
         requests.append(
-            RewardRequest(prompt.text, response, prompt.reference, prompt.meta, step, prompt.uid, rollout.sample, size)
+            RewardRequest(
+                prompt.text,
+                response,
+                prompt.reference,
+                prompt.meta,
+                step,
+                prompt.uid,
+                rollout.sample,
+                size,
+                np.asarray(rollout.response_ids, np.int32).tobytes(),
+            )
         )
     return [Sample(*parts) for parts in zip(rollouts, responses, rewards.score(requests), strict=True)]
 

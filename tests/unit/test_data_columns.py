@@ -130,7 +130,7 @@ def test_choices_go_below_a_plain_prompt(tmp_path: Path, tiny_model: Path) -> No
     (prompt,) = load_prompts(data, AutoTokenizer.from_pretrained(tiny_model), split="train", seed=0).prompts
     text, letter = letter_choices(FRUITS, 2, "row")
     assert (prompt.text, prompt.reference) == (f"Which is blue?\n{text}", letter)
-    assert prompt.meta == {"options": FRUITS, "level": 1}
+    assert prompt.meta == row
 
 
 # ------------------------------------------------------------------------------- the experiments' data, by its shape

@@ -59,13 +59,13 @@ def refusal(*args: Any, **options: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------- rows
 
 
-def test_row_becomes_prompt_with_reference_and_remaining_columns(tmp_path: Path) -> None:
+def test_row_becomes_prompt_with_reference_and_its_columns(tmp_path: Path) -> None:
     rows = [{"prompt": "hi there", "reference": 7, "level": 2, "tags": ["a"]}, {"prompt": "hi", "reference": None}]
     prompts = load(write_lines(tmp_path / "toy.jsonl", rows)).prompts
     assert prompts[0].uid == "toy/train/0"
     assert prompts[0].ids == (1, 2, 5, 6, 3, 4)
     assert all(type(token) is int for token in prompts[0].ids)
-    assert (prompts[0].text, prompts[0].reference, prompts[0].meta) == ("hi there", "7", {"level": 2, "tags": ["a"]})
+    assert (prompts[0].text, prompts[0].reference, prompts[0].meta) == ("hi there", "7", rows[0])
     assert (prompts[1].uid, prompts[1].ids, prompts[1].reference) == ("toy/train/1", (1, 2, 5, 3, 4), None)
 
 
@@ -99,8 +99,7 @@ def test_verl_parquet(tmp_path: Path, as_text: bool) -> None:
     assert [p.uid for p in loaded.prompts] == ["train/val/0", "train/val/1", "train/val/2"]
     assert loaded.prompts[0].ids == (1, 2, 7, 3, 2, 5, 3, 4)
     assert loaded.prompts[0].text == "hi"
-    expected = {key: rows[1][key] for key in ("data_source", "reward_model", "extra_info")}
-    assert loaded.prompts[1].meta == expected
+    assert loaded.prompts[1].meta == rows[1]
 
 
 def test_column_with_a_dot_in_its_name_wins_over_nesting(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_column_with_a_dot_in_its_name_wins_over_nesting(tmp_path: Path) -> None
 
 def test_null_reference_key_asks_for_no_column(tmp_path: Path) -> None:
     prompt = load(write_lines(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "7"}]), reference_key=None).prompts[0]
-    assert (prompt.reference, prompt.meta) == (None, {"answer": "7"})
+    assert (prompt.reference, prompt.meta) == (None, {"prompt": "hi", "answer": "7"})
 
 
 def test_two_files_of_one_name_have_distinct_uids_and_max_samples_takes_the_first(tmp_path: Path) -> None:
@@ -374,7 +373,7 @@ def test_prompts_from_python() -> None:
         ("python/train/1", (1, 2, 6, 3, 4), None),
         ("python/train/2", (1, 2, 5, 3, 4), "7"),
     ]
-    assert loaded.dropped == 1 and loaded.prompts[2].meta == {"a": {"b": 7}, "level": 1}
+    assert loaded.dropped == 1 and loaded.prompts[2].meta == given[2]
     with pytest.raises(UserError, match="prompts=\\[\\] holds no prompts"):
         prompts_from_python([], toy_tokenizer(), data)
     with pytest.raises(UserError, match=r"prompts='hello' is one prompt: put it into a list, prompts=\[\.\.\.\]"):

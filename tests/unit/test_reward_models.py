@@ -315,6 +315,16 @@ def test_an_endpoint_that_hangs_is_a_timeout_for_its_samples_alone() -> None:
     assert time.monotonic() - start < 4
 
 
+def test_a_score_that_is_none_is_the_endpoints_error() -> None:
+    """It costs its sample, as status 500 does, and does not end the run."""
+    scores = {"nan": "NaN", "text": '"0.3"', "huge": "1e999", "list": "[1]", "null": "null", "good": "0.5"}
+    requests = [RewardRequest("p", name, None, {}, 0) for name in scores]
+    with serving(lambda body, count: (200, {"score": json.loads(scores[body["response"]])})) as server:
+        found = asked("model", requests, url=server.url)
+    assert [s.status for s in found] == ["error"] * 4 + ["unscored", "scored"]
+    assert "the score is neither a finite number nor null: 'nan'" in str(found[0].error)
+
+
 def test_a_hundred_answers_are_judged_side_by_side() -> None:
     def reply(body: dict, count: int) -> tuple[int, Any]:
         time.sleep(0.2)

@@ -390,6 +390,38 @@ def test_weighted_sum(tmp_path: Path) -> None:
     assert scores[4].error == "slow: no answer within 0.5 s"
 
 
+def test_a_function_of_weight_0_changes_nothing_whatever_it_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = write(
+        tmp_path / "r.py",
+        """
+        import time
+        def compute_score(response):
+            return float(response)
+        def raises(response):
+            raise KeyError(response)
+        def hangs(response):
+            time.sleep(100)
+        def odd(response, step):
+            return float("nan") if step else "1"
+        def columns(completions, solution):
+            return [0.0] * len(completions)
+        """,
+    )
+    path, config.timeout_s = config.functions["file"].path, 0.2
+    for name in ("raises", "hangs", "odd", "columns"):
+        config.functions[name] = RewardFunctionConfig(path=path, name=name, weight=0.0)
+    with running(config=config) as runner:
+        for step in range(2):
+            start = time.monotonic()
+            scores = runner.score(requests(*map(str, range(60)), step=step))
+            assert [(s.total, s.status) for s in scores] == [(float(i), "scored") for i in range(60)]
+            assert all(part is None for s in scores for name, part in s.parts.items() if name != "file")
+            assert time.monotonic() - start < 8  # of 60 hanging samples 12 s would be waited for
+    assert "'raises'" in caplog.text and "Its weight is 0, so training goes on without it." in caplog.text
+
+
 def test_large_samples_and_many_of_them() -> None:
     responses = [chr(97 + i % 26) * 100_000 for i in range(200)]
     with running(lambda response: ord(response[0]) * len(response)) as runner:

@@ -6,10 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from fastgrpo.config import RewardConfig
+from fastgrpo.config import DataConfig, RewardConfig
+from fastgrpo.data.prompts import prompts_from_python
 from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward import build_rewards
@@ -71,8 +75,39 @@ def test_trls_names_and_columns() -> None:
 
     assert totals(by_column) == [2.0, 12.0, 22.0, 32.0, 42.0]
     assert totals(by_keywords) == [0.0, None, 20.0, None, 40.0]
-    with pytest.raises(UserError, match="the data has no column 'solution'; its columns are answer, level"):
+    with pytest.raises(
+        UserError, match=r"takes the parameter 'solution', .*; its columns are answer, level. Rename"
+    ) as e:
         totals(lambda completions, solution: [0.0] * len(completions))
+    assert "Traceback" not in str(e.value) and "\n" not in str(e.value)
+    assert totals(lambda completions, reference: list(map(float, reference))) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_trls_reward_on_a_data_row_of_gsm8k(tiny_model: Path) -> None:
+    """The columns that prompt and reference come from are there under their own names."""
+    data = DataConfig(prompt_key="question", reference_key="answer", max_prompt_length=64)
+    rows = [{"question": "hi there", "answer": "3 + 4\n#### 7"}, {"question": "hi", "answer": "#### 8"}]
+    prompts = prompts_from_python(rows, AutoTokenizer.from_pretrained(tiny_model), data).prompts
+    requests = [RewardRequest(p.text, p.text[::-1], p.reference, p.meta, 0, p.uid, 0, 2) for p in prompts]
+
+    def reward(prompts, completions, answer, **kwargs):
+        assert prompts == kwargs["question"] == ["hi there", "hi"] and set(kwargs) == {"question"}
+        return [float(a.rpartition("#### ")[2]) + c.startswith("e") for a, c in zip(answer, completions, strict=True)]
+
+    assert totals(reward, requests) == [8.0, 8.0]
+    assert totals(lambda response, meta: float(meta["answer"][-1]), requests) == [7.0, 8.0]
+
+
+def test_token_ids_of_completions() -> None:
+    ids = np.array([5, 70000, 2], np.int32)
+    requests = [RewardRequest("p", "r", None, {}, 0, response_ids=part.tobytes()) for part in (ids, ids[:1])]
+    assert totals(lambda completion_ids: [float(sum(c)) for c in completion_ids], requests) == [70007.0, 5.0]
+
+
+def test_what_only_trls_trainer_has_is_refused_with_a_hint() -> None:
+    with pytest.raises(UserError, match=r"requires trainer_state, which only TRL's trainer has.*`step`"):
+        read_signature(lambda completions, trainer_state: 0, "f")
+    assert totals(lambda completions, trainer_state=None: [1.0] * len(completions)) == [1.0] * 5
 
 
 def test_a_batch_is_one_call_with_all_samples_and_the_step() -> None:
