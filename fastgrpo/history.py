@@ -5,7 +5,8 @@
     checkpoints/    2 [4, 6.part]                                checkpoints/  2
                                                                  aside-<time>/ the rest, as it was
 
-A row's number is the steps done when it was written; validation has rows of its own under the number of its step.
+A row's number is the steps done when it was written; validation has rows of its own under the number of its step,
+which are later than a checkpoint of that step that does not know of them.
 """
 
 from __future__ import annotations
@@ -54,16 +55,18 @@ class History:
         return value if at == step else None
 
 
-def go_back(folder: Path, step: int) -> History:
-    """Set aside everything in the run folder that is later than `step`; the history of what stays. Folders of
-    checkpoints that were still being written are removed. Safe to be cut short and called again."""
+def go_back(folder: Path, step: int, *, validated: bool = True) -> History:
+    """Set aside everything in the run folder that is later than `step` (`validated`: than its validation); the history
+    of what stays. Folders of checkpoints that were still being written are removed. Safe to be cut short and called
+    again."""
     aside = folder / f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
     for unfinished in (folder / CHECKPOINTS).glob(f"*{PART}"):
         remove_tree(unfinished)
     for name in ("rollouts", "validation", CHECKPOINTS):
-        late = [path for path in sorted((folder / name).glob("step_*")) if (number(path) or 0) > step]
+        first = step if name == "validation" and not validated else step + 1
+        late = [path for path in sorted((folder / name).glob("step_*")) if (number(path) or 0) >= first]
         set_aside(late, aside / name)
-    return _cut_rows(folder / "metrics.jsonl", step, aside)
+    return _cut_rows(folder / "metrics.jsonl", step, aside, validated=validated)
 
 
 def number(path: Path) -> int | None:
@@ -71,7 +74,7 @@ def number(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _cut_rows(file: Path, step: int, aside: Path) -> History:
+def _cut_rows(file: Path, step: int, aside: Path, *, validated: bool) -> History:
     """The rows after `step`, and a line that was cut short by the end of the process, go into `aside`; so does, with a
     warning, a line that is no row."""
     history = History()
@@ -82,7 +85,8 @@ def _cut_rows(file: Path, step: int, aside: Path) -> History:
         row = _row(line)
         if row is None and line.endswith(b"\n"):
             bad.append(number)
-        if row is None or row["step"] > step:
+        later = row is not None and row["step"] == step and not validated and "val/scored" in row
+        if row is None or row["step"] > step or later:
             late.append(line)
         else:
             kept.append(line)

@@ -63,7 +63,7 @@ class Report:
     def _open(self, start: Start, provenance: Mapping[str, Any]) -> None:
         trainer, metrics = self._config.trainer, self.folder / "metrics.jsonl"
         if start.checkpoint is not None:
-            self._history = go_back(self.folder, start.step)
+            self._history = go_back(self.folder, start.step, validated=_validated(start))
         (self.folder / "config.yaml").write_text(
             yaml.safe_dump(to_document(self._config), allow_unicode=True, sort_keys=False)
         )
@@ -156,6 +156,12 @@ class Report:
             return f"{self._history.steps} steps {seconds}"
         (_, before, _), (_, after, samples) = scores[0], scores[-1]
         return f"validation before {before:.2f} after {after:.2f} (n={samples}) {seconds}"
+
+
+def _validated(start: Start) -> bool:
+    """Whether the checkpoint was saved after the validation of its step."""
+    parts = {} if start.manifest is None else start.manifest.parts
+    return parts.get("trainer", {}).get("validated_at") == start.step
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:

@@ -14,13 +14,13 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Protocol, Self
 
-from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, find_start, restore
+from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.provenance import describe_start
 from fastgrpo.report import Report
 from fastgrpo.stages import Stages
-from fastgrpo.stopping import Stopped, Stopper
+from fastgrpo.stopping import NOT_SAVED, Stopped, Stopper
 from fastgrpo.torchrun import leave_status
 from fastgrpo.watchdog import Watchdog
 
@@ -58,9 +58,12 @@ class Session:
         self.report = Report(run.config, s.mesh, s.total_steps, start, provenance)
         run.watchdog.folder = self.report.folder
         self._saved_at = start.step  # nothing is worth saving at step 0
+        self._resumed_from = start.checkpoint
         self._failures_said = 0
         root = self.report.folder / CHECKPOINTS
-        self._saver = Saver(root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, run.config.trainer)
+        self._saver = Saver(
+            root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, run.config.trainer, complete=start.step
+        )
         return self
 
     def note(self) -> None:
@@ -78,9 +81,23 @@ class Session:
         if run.steps_done != self._saved_at and (last or due(run.steps_done, every)):
             self._save()
 
+    def note_validation(self) -> None:
+        """After a validation. Of the checkpoint that the run goes on from, when it was saved before: it may be the best
+        by it, and whoever goes on from it once more must not validate again."""
+        run, checkpoint, trainer = self._run, self._resumed_from, self._run.config.trainer
+        if checkpoint is None or run.steps_done != self._saved_at or not run.stages.mesh.is_main:
+            return
+        self.note()
+        best_mode = str(trainer.best_mode) if trainer.best_metric else None
+        try:
+            self.report.flush()
+            metric = self.report.value_at(run.steps_done, trainer.best_metric)
+            amend(checkpoint, metric, self._noted[0], best_mode=best_mode)
+        except (OSError, ValueError) as error:
+            log.error("%s does not get the metrics of its validation: %s", checkpoint, error)
+
     def _save(self, *, wait: bool = False) -> None:
         run, s, step = self._run, self._run.stages, self._run.steps_done
-        self.report.flush()
         manifest = Manifest(
             step=step,
             total_steps=s.total_steps,
@@ -92,6 +109,7 @@ class Session:
             files={},
         )
         with run.watchdog.stage("save"):
+            self.report.flush()
             self._saver.save(manifest, self._noted[1], wait=wait)
         self._saved_at = step
 
@@ -103,31 +121,59 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Stopped):
-            self._stop(error)
-        failed = error is not None and not isinstance(error, Stopped)
-        self._saver.wait(LAST_SAVE_S if failed else None)  # after a failure some rank may be gone
-        self._say_failures()
-        self.report.close(finished=error is None and not self._run.config.trainer.val_only)
-        if isinstance(error, Stopped):
-            self._run.stages.mesh.barrier()  # the first that ends takes the others with it
+        if error is not None and not isinstance(error, Stopped):
+            self._saver.wait(LAST_SAVE_S)  # some rank may be gone
+            self._close(finished=False)
+            return
+        with self._run.watchdog.stage("save"):  # a disk that stalls has its limit here, too
+            if error is not None:
+                self._stop(error)
+            self._saver.wait()
+            self._close(finished=error is None and not self._run.config.trainer.val_only)
+            if error is not None:
+                self._run.stages.mesh.barrier()  # the first that ends takes the others with it
+        if error is not None:
             self._run.close()
+
+    def _close(self, *, finished: bool) -> None:
+        self._say_failures()
+        self.report.close(finished=finished)
 
     def _stop(self, stop: Stopped) -> None:
         """Raises RuntimeError when a rank is missing: a save would wait for it for ever."""
-        run, mesh = self._run, self._run.stages.mesh
+        run, mesh, saver = self._run, self._run.stages.mesh, self._saver
         if not run.stopper.everybody_is_here():
             raise RuntimeError(f"{stop}: nothing was saved, because not every rank has answered")
-        if run.steps_done != self._saved_at:
+        saver.wait()
+        if mesh.broadcast(saver.complete != run.steps_done):  # also where it failed before: there may be room again
             self._save(wait=True)
-        self._saver.wait()
-        failed = f", but {self._saver.failures} save(s) FAILED" if self._saver.failures else ""
-        self.report.say(
-            f"stopped by {stop} after step {run.steps_done}{failed}; trainer.resume=auto goes on from here: "
-            f"{self.report.folder}"
-        )
+        if mesh.broadcast(saver.complete != run.steps_done):
+            stop.exit_code = NOT_SAVED
         if mesh.is_main:
+            self._say_what_is_saved(stop)
             leave_status(stop.exit_code, os.environ)
+
+    def _say_what_is_saved(self, stop: Stopped) -> None:
+        step, last, failures = self._run.steps_done, self._saver.complete, self._saver.failures
+        if stop.exit_code == NOT_SAVED:
+            kept = f"the last complete checkpoint is step_{last:06d}" if last else "there is no complete checkpoint"
+            then = f"goes on from {'there' if last else 'the start'}"
+            log.error(
+                "stopped by %s after step %d, which could NOT BE SAVED (the reason is above); %s, trainer.resume=auto "
+                "%s: %s",
+                stop, step, kept, then, self.report.folder,
+            )  # fmt: skip
+        elif step == 0:
+            self.report.say(
+                f"stopped by {stop} before a step was complete: there was nothing to save, and the same command begins "
+                f"anew: {self.report.folder}"
+            )
+        else:
+            failed = f", but {failures} save(s) FAILED" if failures else ""
+            self.report.say(
+                f"stopped by {stop} after step {step}{failed}; trainer.resume=auto goes on from here: "
+                f"{self.report.folder}"
+            )
 
 
 def due(step: int, every: int) -> bool:

@@ -28,6 +28,7 @@ from fastgrpo.mesh import Mesh, Store, open_store
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAVED = 75  # exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL: try again later)
+NOT_SAVED = 74  # after any of them, when the save failed (EX_IOERR)
 INTERRUPTED = 130  # after Ctrl-C
 AGAIN = (signal.SIGINT, signal.SIGTERM)  # what a second Ctrl-C arrives as
 ONE_PRESS_S = 0.5  # two SIGINTs within it are one Ctrl-C: torchrun passes its own on within milliseconds
@@ -36,7 +37,7 @@ _KEPT_TURNS = 64  # keys of more turns ago than a step has are deleted
 
 
 class Stopped(Exception):
-    """Raised on every rank alike, between two phases."""
+    """Raised on every rank alike, between two phases. Whoever fails to save then makes the `exit_code` NOT_SAVED."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
@@ -44,9 +45,12 @@ class Stopped(Exception):
 
 
 class Stopper:
+    """`asked_at`: when this rank heard that the run is to stop, by time.monotonic(); None before."""
+
     def __init__(self, mesh: Mesh, shutdown_timeout_s: float) -> None:
+        self.asked_at: float | None = None
+        self.timeout_s = shutdown_timeout_s
         self._mesh = mesh
-        self._timeout_s = shutdown_timeout_s
         self._signum: int | None = None
         self._first_interrupt_s: float | None = None
         self._store: Store | None = None
@@ -73,6 +77,7 @@ class Stopper:
             return
         signum = self._signum if self._store is None else self._agree(self._store)
         if signum is not None:
+            self.asked_at = self.asked_at or time.monotonic()
             raise Stopped(signal.Signals(signum).name, INTERRUPTED if signum == signal.SIGINT else SAVED)
 
     def everybody_is_here(self) -> bool:
@@ -81,7 +86,7 @@ class Stopper:
             return True
         self._store.set(f"here/{self._mesh.rank}", "")
         keys = [f"here/{rank}" for rank in range(self._mesh.world)]
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline and not self._store.check(["aborted"]):
             if _wait(self._store, keys):
                 return True
@@ -113,6 +118,7 @@ class Stopper:
             os._exit(INTERRUPTED)  # no clean-up: it may be the clean-up that hangs
         if self._signum is None:
             self._signum = signum
+            self.asked_at = now
 
 
 def _wait(store: Store, keys: list[str], limit_s: float = 1.0) -> bool:

@@ -68,7 +68,7 @@ class Trainer:
         self.stages = build_stages(config, prompts, reward, engine)
         self.config = self.stages.config
         self.stopper = Stopper(self.stages.mesh, config.trainer.shutdown_timeout_s)
-        self.watchdog = Watchdog(self.stages.mesh, config.trainer.limits_s)
+        self.watchdog = Watchdog(self.stages.mesh, config.trainer.limits_s, self.stopper)
         self._outage = Outage(config.reward.max_unscored_steps, speaks=self.stages.mesh.is_main)
         self.stateful: dict[str, Stateful] = {  # what a checkpoint keeps besides tensors, by name
             "trainer": self,
@@ -105,6 +105,7 @@ class Trainer:
             if self._validation_is_due():
                 with self.watchdog.stage("validate"):
                     self.validate(session.report)
+                session.note_validation()
             session.save_if_due()
             if self.steps_done == s.total_steps:
                 break

@@ -2,6 +2,7 @@
 
     this rank raises            -->  key `aborted` (the first rank that writes it speaks; the error goes on from there)
     a stage outlasts its limit  -->  the same, and the stacks of all threads
+    a save outlasts trainer.shutdown_timeout_s after a signal  -->  the same
     a neighbour's `beat/<rank>` stands still  -->  the same
     `aborted`, of another rank  -->  one line, os._exit: the main thread may hang in a collective that nobody will join
 
@@ -18,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +29,7 @@ from fastgrpo.config import LimitsConfig
 from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh, Store, open_store
 from fastgrpo.redact import redact
-from fastgrpo.stopping import Stopped
+from fastgrpo.stopping import Stopped, Stopper
 
 ENDED = 70  # exit status (EX_SOFTWARE) of a rank that was ended here
 POLL_S = 0.5  # between two looks
@@ -55,10 +56,11 @@ LIMITS = {
 class Watchdog:
     """`folder`: the run folder, once there is one. `failed_in`: the innermost stage that an error came out of."""
 
-    def __init__(self, mesh: Mesh, limits: LimitsConfig) -> None:
+    def __init__(self, mesh: Mesh, limits: LimitsConfig, stopper: Stopper) -> None:
         self.folder: Path | None = None
         self.failed_in: str | None = None
         self._mesh = mesh
+        self._stopper = stopper
         self._limits = {stage: attrgetter(option)(limits) for stage, option in LIMITS.items()}
         self._heartbeat_s = limits.heartbeat
         self._stages: list[tuple[str, float]] = []  # the innermost last, with its start
@@ -164,7 +166,11 @@ class Watchdog:
 
     def _overdue(self) -> str | None:
         for stage, begun in tuple(self._stages):
-            limit, seconds = self._limits[stage], time.monotonic() - begun
+            limit, option, seconds = self._limits[stage], f"limits_s.{LIMITS[stage]}", time.monotonic() - begun
+            asked_at = self._stopper.asked_at
+            if stage == "save" and asked_at is not None and time.monotonic() - asked_at > self._stopper.timeout_s:
+                limit = min(self._stopper.timeout_s, limit or self._stopper.timeout_s)
+                option = "shutdown_timeout_s" if limit == self._stopper.timeout_s else option
             if limit is None or seconds <= limit:
                 continue
             frames = whereabouts.main_frames()
@@ -173,7 +179,7 @@ class Watchdog:
             place = whereabouts.describe(frames)
             return (
                 f"rank {self._mesh.rank} has been in stage {stage} for {seconds:.0f} s"
-                f"{f' ({place})' if place else ''}; trainer.limits_s.{LIMITS[stage]}={limit:g}"
+                f"{f' ({place})' if place else ''}; trainer.{option}={limit:g}"
             )
         return None
 
@@ -207,18 +213,24 @@ class Watchdog:
         text = f"{why}\n\n{whereabouts.stacks()}"
         if show:
             os.write(2, f"fastgrpo: {text}\n".encode())
-        if self.faults is None:
-            return
-        try:
-            self.faults.mkdir(exist_ok=True, mode=0o700)
-            (self.faults / f"stacks_rank{self._mesh.rank}.txt").write_text(text)
-        except OSError:  # a full disk must not keep the process alive
-            pass
+        if (faults := self.faults) is not None:
+            _briefly(lambda: _write(faults, f"stacks_rank{self._mesh.rank}.txt", text))
 
     def _end(self, why: str) -> None:
         """Standard streams first, but not for long: the main thread may hold their locks."""
-        flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
-        flushing.start()
-        flushing.join(1.0)
+        _briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os.write(2, f"fastgrpo: rank {self._mesh.rank}: {why}\n".encode())
         os._exit(ENDED)
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    with suppress(OSError):  # a full disk must not keep the process alive
+        folder.mkdir(exist_ok=True, mode=0o700)
+        (folder / name).write_text(text)
+
+
+def _briefly(action: Callable[[], object]) -> None:
+    """What may hang (a stalled disk, a lock that is held) must not keep the process alive either."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(1.0)

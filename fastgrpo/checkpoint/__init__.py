@@ -4,11 +4,12 @@
     tensors.py    masters and optimizer <-> DCP shards          random_state.py  random generators
     saver.py      saving while training goes on                 model.py         the Hugging Face folder
     resume.py     which run to continue, and from where         identity.py      fingerprints of what it is made of
-    restore.py    a checkpoint back into the run
+    restore.py    a checkpoint back into the run            amend.py         a metric measured after the save
 
 A part of the run that has state besides masters and optimizer is `Stateful`, and the trainer names it in `stateful`.
 """
 
+from fastgrpo.checkpoint.amend import amend
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
 from fastgrpo.checkpoint.model import save_model, save_trained
@@ -24,6 +25,7 @@ __all__ = [
     "Saver",
     "Start",
     "Stateful",
+    "amend",
     "check_resume",
     "find_start",
     "identify",

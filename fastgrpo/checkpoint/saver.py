@@ -77,13 +77,14 @@ class _Job:
 
 
 class Saver:
-    """`failures` counts the saves that were lost, on rank 0."""
+    """On rank 0: `failures` counts the saves that were lost, `complete` is the step of the last that was not."""
 
     def __init__(
         self, root: Path, policy: Policy, optimizer: torch.optim.Optimizer, tokenizer: PreTrainedTokenizerBase,
-        mesh: Mesh, config: TrainerConfig,
+        mesh: Mesh, config: TrainerConfig, complete: int = 0,
     ) -> None:  # fmt: skip
         self.failures = 0
+        self.complete = complete
         self._root = root
         self._policy = policy
         self._optimizer = optimizer
@@ -232,6 +233,7 @@ class Saver:
         write_index(state, job.metadata, results)
         write_trained(job.part, policy, full_masters(state, policy.trained_names), self._tokenizer)
         folder = commit(job.part, job.manifest)
+        self.complete = job.manifest.step
         log.info("checkpoint %s", folder)
         best = str(self._config.best_mode) if self._config.best_metric else None
         if best:

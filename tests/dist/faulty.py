@@ -96,6 +96,79 @@ def rank_1_cannot_write_its_second_shard() -> None:
     _before(saver, "write_shard", action)
 
 
+def stall_the_writer(call: int) -> None:
+    """From this shard on, as a disk that does not answer."""
+    import time
+
+    from fastgrpo.checkpoint import saver
+
+    _before(saver, "write_shard", lambda calls: time.sleep(60) if calls >= call else None)
+
+
+def stall_in_the_last_checkpoint() -> None:
+    stall_the_writer(4)
+
+
+def stall_and_be_stopped() -> None:
+    """The signal comes when the save of step 2 has begun."""
+    from fastgrpo import trainer
+
+    stall_the_writer(2)
+    if _rank() == 0:
+        _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 3 else None)
+
+
+def stop_at_the_end_of_step_2() -> None:
+    """Before its validation."""
+    from fastgrpo.report import Report
+
+    _before(Report, "step", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 2 else None)
+
+
+def die_in_the_rollout_that_follows() -> None:
+    from fastgrpo import trainer
+
+    _before(trainer, "share_samples", _die_at(1))
+
+
+def stop_before_step_1() -> None:
+    from fastgrpo import trainer
+
+    _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 1 else None)
+
+
+def _full_disk_at(first: int, last: int) -> Callable[[int], object]:
+    def action(calls: int) -> None:
+        if first <= calls <= last:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    return action
+
+
+def full_disk_from_step_2_and_stopped() -> None:
+    from fastgrpo.checkpoint import saver
+
+    stop_at_the_end_of_step_2()
+    _before(saver, "write_shard", _full_disk_at(2, 99))
+
+
+def full_disk_at_step_2_and_stopped_in_step_3() -> None:
+    """There is room again when the run is told to stop."""
+    from fastgrpo import trainer
+    from fastgrpo.checkpoint import saver
+
+    _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 3 else None)
+    _before(saver, "write_shard", _full_disk_at(2, 2))
+
+
+def full_disk_and_stopped_in_step_2() -> None:
+    from fastgrpo import trainer
+    from fastgrpo.checkpoint import saver
+
+    _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGTERM) if calls == 2 else None)
+    _before(saver, "write_shard", _full_disk_at(1, 99))
+
+
 def press_ctrl_c_twice() -> None:
     """The second time a second later, while the first save hangs; each press arrives twice."""
     import time

@@ -211,6 +211,21 @@ def test_a_line_that_is_no_row_is_set_aside_and_said(tmp_path: Path, caplog: pyt
     assert f"{file}: line 2, 3, 4, 5, 6 is no row of metrics and is moved to {aside}" in caplog.text
 
 
+def test_a_validation_that_the_checkpoint_does_not_know_of_is_set_aside(tmp_path: Path) -> None:
+    """The process was killed after the row, before the checkpoint heard of it: validated again, so the row must go."""
+    rows = [{"step": 1, "val/scored": 4.0}, {"step": 2, "reward/mean": 0.5}, {"step": 2, "val/scored": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "validation").mkdir()
+    for step in (1, 2):
+        (tmp_path / "validation" / f"step_{step:06d}.jsonl").write_text("")
+    go_back(tmp_path, 2, validated=True)
+    assert not list(tmp_path.glob("aside-*"))
+    go_back(tmp_path, 2, validated=False)
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert kept == rows[:2]
+    assert [path.name for path in (tmp_path / "validation").iterdir()] == ["step_000001.jsonl"]
+
+
 def test_kinds_of_options_name_options() -> None:
     known = option_keys()
     for key in (*FREE, *IDENTITY, *FIXED, *COMPARED):

@@ -1,0 +1,107 @@
+"""How a run ends when it is told to stop and the disk is full, or does not answer, or there is nothing to save yet."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import SmallRuns, document
+
+from fastgrpo.stopping import NOT_SAVED, SAVED
+from fastgrpo.watchdog import ENDED
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("faults", "options", "said", "ranks"),
+    [
+        ("stall_in_the_last_checkpoint", {"trainer__limits_s__save": 1.0}, "trainer.limits_s.save=1", 1),
+        ("stall_and_be_stopped", {"trainer__shutdown_timeout_s": 1}, "trainer.shutdown_timeout_s=1", 2),
+    ],
+)
+def test_a_disk_that_does_not_answer(
+    faults: str, options: dict[str, Any], said: str, ranks: int, runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    run = runs.start(ranks, document(tmp_path, tiny_model, **options), faults=faults)
+    assert run.wait() == [ENDED] * ranks, run.output()
+    assert time.monotonic() - start < 20
+    [line] = [line for line in run.output().splitlines() if line.endswith("; the run ends")]
+    assert "has been in stage save for " in line and said in line
+    [folder] = tmp_path.iterdir()
+    assert not (folder / "finished").exists()
+
+
+VALIDATED = {
+    "data__val_files": ["arithmetic"],
+    "data__arithmetic__val_size": 2,
+    "trainer__test_freq": 2,
+    "trainer__save_freq": 2,
+    "trainer__max_steps": 6,
+    "trainer__val_before_train": False,
+    "trainer__best_metric": "val/reward",
+    "trainer__best_mode": "min",
+    "trainer__max_ckpt_to_keep": 1,
+}
+
+
+def test_a_checkpoint_saved_before_its_validation_may_be_the_best(
+    runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Stopped at the end of step 2; the second start validates and is killed, the third goes on. As unbroken."""
+    runs.start(1, document(tmp_path / "whole", tiny_model, **VALIDATED)).finish()
+    configured = document(tmp_path / "broken", tiny_model, **VALIDATED)
+    stopped = runs.start(1, configured, faults="stop_at_the_end_of_step_2")
+    assert stopped.wait() == [SAVED], stopped.output()
+    [run] = (tmp_path / "broken").iterdir()
+    manifest = run / "checkpoints" / "step_000002" / "checkpoint.json"
+    assert json.loads(manifest.read_text())["metric"] is None
+    runs.start(1, configured, faults="die_in_the_rollout_that_follows").wait()
+    assert [row["step"] for row in rows(run)] == [1, 2, 2]
+    read = json.loads(manifest.read_text())
+    assert read["metric"] == rows(run)[2]["val/reward"] and read["parts"]["trainer"]["validated_at"] == 2
+    runs.start(1, configured).finish()
+    [right] = (tmp_path / "whole").iterdir()
+    for folder in (run, right):
+        assert [row["step"] for row in rows(folder)] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+        assert checkpoints(folder) == ["best", "latest", "step_000002", "step_000006"]
+    assert [row.get("val/reward") for row in rows(run)] == [row.get("val/reward") for row in rows(right)]
+    assert (run / "checkpoints" / "best").read_text() == (right / "checkpoints" / "best").read_text()
+    assert json.loads(manifest.read_text())["metric"] == read["metric"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "said", "kept"),
+    [
+        ("full_disk_from_step_2_and_stopped", NOT_SAVED, "checkpoint is step_000001, trainer.resume=auto goes on from there", ["step_000001"]),
+        ("full_disk_and_stopped_in_step_2", NOT_SAVED, "there is no complete checkpoint, trainer.resume=auto goes on from the start", []),
+        ("full_disk_at_step_2_and_stopped_in_step_3", SAVED, "after step 2, but 1 save(s) FAILED; trainer.resume=auto goes on from here", ["step_000001", "step_000002"]),
+    ],
+)  # fmt: skip
+def test_stopped_while_the_disk_is_full(
+    faults: str, status: int, said: str, kept: list[str], runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = runs.start(1, document(tmp_path, tiny_model, trainer__logger=["console"]), faults=faults)
+    assert run.wait() == [status], run.output()
+    assert said in run.output() and ("could NOT BE SAVED" in run.output()) == (status == NOT_SAVED)
+    [folder] = tmp_path.iterdir()
+    assert [name for name in checkpoints(folder) if name.startswith("step")] == kept
+
+
+def test_stopped_before_there_is_anything_to_save(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    run = runs.start(1, document(tmp_path, tiny_model, trainer__logger=["console"]), faults="stop_before_step_1")
+    assert run.wait() == [SAVED]
+    assert "stopped by SIGTERM before a step was complete: there was nothing to save" in run.output()
+    assert "goes on from here" not in run.output()
+    [folder] = tmp_path.iterdir()
+    assert not (folder / "checkpoints").exists()
