@@ -42,7 +42,7 @@ from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.compile import INDUCTOR
-from fastgrpo.policy.lora import Lora, require_peft
+from fastgrpo.policy.lora import Lora, require_peft, warn_of_narrow_layers
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.selfcheck import check_packing
 from fastgrpo.policy.work import model_flops, sequence_cost
@@ -131,6 +131,8 @@ def build_stages(
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
     torch.manual_seed(seed)
     policy = _build_policy(config, model_dir, mesh, trainable=True)
+    if mesh.is_main:
+        warn_of_narrow_layers(policy.module)
     reference = policy.base if needs_reference(config) else None
     if loads_reference(config):
         reference = _build_policy(config, ref_dir, mesh, trainable=False)
@@ -205,6 +207,7 @@ def _check_model(config: RunConfig, layout: Layout, model_config: PretrainedConf
         layout,
         num_heads=model_config.num_attention_heads,
         num_kv_heads=getattr(model_config, "num_key_value_heads", model_config.num_attention_heads),
+        hidden=model_config.hidden_size,
         max_positions=model_config.max_position_embeddings,
         vocab=model_config.vocab_size,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fastgrpo.config.layout import Layout
-from fastgrpo.config.schema import Dtype, RunConfig, needs_reference
+from fastgrpo.config.schema import Dtype, ModelConfig, RunConfig, needs_reference
 from fastgrpo.config.wording import at
 
 _OUTER = ("lm_head", "embed_tokens", "embed_out", "wte")
@@ -27,6 +27,21 @@ def lora_targets_are_inner(c: RunConfig, layout: Layout) -> Iterator[str]:
             )
 
 
+def lora_options_are_read(c: RunConfig, layout: Layout) -> Iterator[str]:
+    if c.model.lora_rank:
+        return
+    default = ModelConfig()
+    for key, has, plain in (
+        ("model.lora_alpha", c.model.lora_alpha != default.lora_alpha, str(default.lora_alpha)),
+        ("model.target_modules", c.model.target_modules != default.target_modules, "[all-linear]"),
+    ):
+        if has:
+            yield (
+                f"{at(c, key)} has no effect with model.lora_rank=0, which trains all weights of the model; set "
+                f"model.lora_rank, such as 16, or {key}={plain}"
+            )
+
+
 def lora_reference_is_the_base(c: RunConfig, layout: Layout) -> Iterator[str]:
     if not c.model.lora_rank or c.ref.path is not None or not needs_reference(c):
         return
@@ -43,4 +58,13 @@ def merged_folder_has_adapters(c: RunConfig, layout: Layout) -> Iterator[str]:
         yield (
             "trainer.save_merged=true merges adapters into a folder at the end, and there are none (model.lora_rank="
             f"{c.model.lora_rank}, trainer.save_final={str(c.trainer.save_final).lower()}); set it to false"
+        )
+
+
+def rank_within_the_model(c: RunConfig, hidden: int) -> Iterator[str]:
+    """A product B A has no more rank than the smaller side of its layer, which is this at most in every block."""
+    if c.model.lora_rank > hidden:
+        yield (
+            f"{at(c, 'model.lora_rank')} is more than the model's hidden size of {hidden}, and no layer's adapters can "
+            "use that; set a small rank, such as 16, or 0 to train all weights"
         )

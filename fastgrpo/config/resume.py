@@ -4,7 +4,7 @@ An option is in one of four kinds:
 
     FREE       the result is the same, up to rounding: layout, memory, speed, what is shown and kept
     IDENTITY   files may move; what they hold is compared by its fingerprint, not by its path
-    FIXED      the place in the data would mean something else: refused, no exception
+    FIXED      the place in the data would mean something else, or what is saved would not fit: refused, no exception
     the rest   changes the updates: refused, unless trainer.resume_allow names it
 
 An option that is not listed belongs to the rest, so a new one is compared until somebody says otherwise.
@@ -52,9 +52,17 @@ FREE = (
     "trainer.",  # but for what FIXED holds
 )
 IDENTITY = ("model.", "ref.path", "data.")  # but for what FIXED holds
-FIXED = ("data.train_batch_size", "data.shuffle", "trainer.seed")
+_PLACE = "the place in the data would mean something else"
+_ADAPTERS = "the checkpoint holds adapters of another shape; start a new run: trainer.resume=never"
+FIXED = {  # and why
+    "data.train_batch_size": _PLACE,
+    "data.shuffle": _PLACE,
+    "trainer.seed": _PLACE,
+    "model.lora_rank": _ADAPTERS,
+    "model.target_modules": _ADAPTERS,
+}
 # of the rest, though an entry above would cover them
-COMPARED = ("data.max_response_length", "model.lora_rank", "model.lora_alpha", "model.target_modules")
+COMPARED = ("data.max_response_length", "model.lora_alpha")
 
 
 def resume_is_readable(c: RunConfig, layout: Layout) -> Iterator[str]:
@@ -63,8 +71,7 @@ def resume_is_readable(c: RunConfig, layout: Layout) -> Iterator[str]:
     known = option_keys()
     for key in c.trainer.resume_allow:
         if key in FIXED:
-            fixed = ", ".join(FIXED)
-            yield f"trainer.resume_allow holds {key!r}, but {fixed} stand for the place in the data; start a new run"
+            yield f"trainer.resume_allow holds {key!r}, which cannot be allowed: {FIXED[key]}"
         elif not key.startswith("reward.functions.") and key not in known:
             near = get_close_matches(key, known, n=1)
             yield f"trainer.resume_allow holds {key!r}, which is no option" + (
@@ -98,7 +105,7 @@ def leaves(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _remedy(key: str, new: Mapping[str, Any]) -> str:
     if key in FIXED:
-        return "the place in the data would mean something else"
+        return FIXED[key]
     if key not in new and not key.startswith("reward.functions."):
         return "this version has no such option"
     return f"allow it: trainer.resume_allow=[{key}]"

@@ -41,7 +41,13 @@ from fastgrpo.config.batch_rules import (
 )
 from fastgrpo.config.build import type_mistakes
 from fastgrpo.config.layout import Layout
-from fastgrpo.config.lora_rules import lora_reference_is_the_base, lora_targets_are_inner, merged_folder_has_adapters
+from fastgrpo.config.lora_rules import (
+    lora_options_are_read,
+    lora_reference_is_the_base,
+    lora_targets_are_inner,
+    merged_folder_has_adapters,
+    rank_within_the_model,
+)
 from fastgrpo.config.ranges import numbers_in_range
 from fastgrpo.config.resume import resume_is_readable
 from fastgrpo.config.reward_rules import (
@@ -99,7 +105,7 @@ def check(
 
 
 def check_model(
-    config: RunConfig, layout: Layout, *, num_heads: int, num_kv_heads: int, max_positions: int, vocab: int
+    config: RunConfig, layout: Layout, *, num_heads: int, num_kv_heads: int, hidden: int, max_positions: int, vocab: int
 ) -> None:
     """The rules that need the model's config. Raises ConfigError, a line a broken rule."""
     _refuse(
@@ -109,6 +115,7 @@ def check_model(
             heads_divide_over_ranks("rollout.tensor_model_parallel_size", layout.tp, num_heads, num_kv_heads),
             model_reads_the_longest_sequence(layout, max_positions),
             top_k_within_vocabulary(config, vocab),
+            rank_within_the_model(config, hidden),
         )
         for message in messages
     )
@@ -156,6 +163,7 @@ RULES: tuple[Rule, ...] = (
     engine_name_has_a_known_form,
     graph_sizes_are_used,
     lora_targets_are_inner,
+    lora_options_are_read,
     lora_reference_is_the_base,
     merged_folder_has_adapters,
     mini_batch_divides_batch,

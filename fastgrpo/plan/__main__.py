@@ -99,6 +99,7 @@ def _read(config: RunConfig, shapes: Path | None) -> tuple[Sizes, Layout]:
         layout,
         num_heads=model.heads,
         num_kv_heads=model.kv_heads,
+        hidden=model.hidden,
         max_positions=model.positions,
         vocab=model.vocab,
     )

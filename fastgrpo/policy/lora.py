@@ -13,6 +13,7 @@ writes the adapters' config, and reads what is written here (tests/unit/test_lor
 from __future__ import annotations
 
 import importlib.util
+import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from transformers import PreTrainedModel
 
 from fastgrpo.errors import UserError
 from fastgrpo.policy.weights import local_rows, written_aside
+
+log = logging.getLogger("fastgrpo")
 
 ALL_LINEAR = "all-linear"
 _PEFT_PREFIX = "base_model.model."
@@ -85,10 +88,11 @@ def add_adapters(lm: PreTrainedModel, lora: Lora) -> set[str]:
             found[name] = module
     for target in lora.targets:
         if target != ALL_LINEAR and not any(name == target or name.endswith(f".{target}") for name in found):
-            names = sorted({n.rpartition(".")[2] for n, m in lm.named_modules() if isinstance(m, nn.Linear)})
+            inner = [n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m is not output]
+            names = sorted({name.rpartition(".")[2] for name in inner})
             raise UserError(
-                f"model.target_modules holds {target!r}, and {type(lm).__name__} has no such module; its linear layers "
-                f"are {', '.join(names)}"
+                f"model.target_modules holds {target!r}, and {type(lm).__name__} has no such module; the linear "
+                f"layers of its blocks are {', '.join(names)}"
             )
     for name, module in found.items():
         if not isinstance(module, nn.Linear) or module is output:
@@ -97,6 +101,22 @@ def add_adapters(lm: PreTrainedModel, lora: Lora) -> set[str]:
         parent, _, leaf = name.rpartition(".")
         setattr(lm.get_submodule(parent), leaf, LoraLinear(module, lora.rank, lora.scale))
     return set(found)
+
+
+def warn_of_narrow_layers(module: nn.Module) -> None:
+    """A product B A has no more rank than the smaller side of its layer: what is above it costs memory alone."""
+    narrow = {
+        name.rpartition(".")[2]: min(layer.base_layer.in_features, layer.base_layer.out_features)
+        for name, layer in module.named_modules()
+        if isinstance(layer, LoraLinear)
+        and layer.lora_A.out_features > min(layer.base_layer.in_features, layer.base_layer.out_features)
+    }
+    if narrow:
+        layers = ", ".join(f"{name} ({size})" for name, size in sorted(narrow.items()))
+        log.warning(
+            f"model.lora_rank is above the smaller side of {layers}: adapters of a higher rank change nothing there "
+            "and cost memory; a lower rank, or model.target_modules without these layers, spares it"
+        )
 
 
 def renamed(name: str, adapted: set[str]) -> str:
@@ -193,7 +213,9 @@ def save_adapter(folder: Path, lora: Lora, tensors: Mapping[str, Tensor], extra:
     and what `extra` writes into it. Written aside and renamed when complete."""
     from peft import LoraConfig  # imports much, and only this needs it
 
-    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    # As they were given: an end such as layers.3.mlp.down_proj means one layer, and its last word would mean them all.
+    found = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    modules = found if lora.targets == (ALL_LINEAR,) else set(lora.targets)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -260,6 +260,20 @@ def test_options_that_may_differ() -> None:
     assert len(changed(trainer__seed=1, data__shuffle=False, allow=["trainer.seed", "data.shuffle"])) == 2
 
 
+def test_adapters_of_another_shape_cannot_be_allowed() -> None:
+    """Their tensors are not in the checkpoint; with another alpha they are, and count otherwise."""
+    lines = changed(model__lora_rank=8, model__target_modules=["q_proj"], allow=["model"])
+    assert [line.partition(" (")[0] for line in lines] == [
+        "model.lora_rank was 0 and is 8",
+        "model.target_modules was ['all-linear'] and is ['q_proj']",
+    ]
+    assert all("adapters of another shape; start a new run: trainer.resume=never" in line for line in lines)
+    assert changed(model__lora_alpha=8) == [
+        "model.lora_alpha was 16 and is 8 (allow it: trainer.resume_allow=[model.lora_alpha])"
+    ]
+    assert changed(model__lora_alpha=8, allow=["model.lora_alpha"]) == []
+
+
 def test_a_run_of_a_version_with_fewer_options_is_continued() -> None:
     before = to_document(RunConfig())
     del before["actor"]["clip_ratio_c"]

@@ -37,7 +37,9 @@ def test_shipped_experiment_obeys_every_rule(name: str) -> None:
     config = shipped(name)
     layout = check(config, config.trainer.n_gpus_per_node)
     heads, kv_heads, positions, vocab = MODELS[config.model.path]
-    check_model(config, layout, num_heads=heads, num_kv_heads=kv_heads, max_positions=positions, vocab=vocab)
+    check_model(
+        config, layout, num_heads=heads, num_kv_heads=kv_heads, hidden=576, max_positions=positions, vocab=vocab
+    )
     for entry in [*config.data.train_files, *config.data.val_files]:
         if entry.endswith((".jsonl", ".json", ".parquet")):
             find_file(entry)

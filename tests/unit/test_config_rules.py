@@ -70,7 +70,8 @@ BROKEN = [
     ("numbers_in_range", 1, {"trainer.max_ckpt_to_keep": 0}, ["trainer.max_ckpt_to_keep=0", "set 1 or more"]),
     ("resume_is_readable", 1, {"trainer.resume": ""}, ["trainer.resume is empty", "set auto, never"]),
     ("resume_is_readable", 1, {"trainer.resume_allow": ["actor.optim.l"]}, ["'actor.optim.l'", "actor.optim.lr"]),
-    ("resume_is_readable", 1, {"trainer.resume_allow": ["data.train_batch_size"]}, ["stand for the place in the data"]),
+    ("resume_is_readable", 1, {"trainer.resume_allow": ["data.train_batch_size"]}, ["the place in the data"]),
+    ("resume_is_readable", 1, {"trainer.resume_allow": ["model.lora_rank"]}, ["adapters of another shape", "=never"]),
     ("dual_clip_above_1", 1, {"actor.clip_ratio_c": 1.0}, ["actor.clip_ratio_c=1.0", "above 1", "3.0"]),
     (
         "graph_sizes_are_used",
@@ -99,6 +100,13 @@ BROKEN = [
         1,
         {"model.lora_rank": 8, "ref.offload_policy": True},
         ["ref.offload_policy=True", "model.lora_rank=8", "its adapters off", "name a second model in ref.path"],
+    ),
+    ("lora_options_are_read", 1, {"model.lora_alpha": 32}, ["model.lora_alpha=32", "model.lora_rank=0", "all weights"]),
+    (
+        "lora_options_are_read",
+        1,
+        {"model.target_modules": ["q_proj"]},
+        ["model.target_modules=['q_proj']", "set model.lora_rank", "model.target_modules=[all-linear]"],
     ),
     (
         "merged_folder_has_adapters",
@@ -477,7 +485,7 @@ def test_heads_that_divide(heads: tuple[int, int, int]) -> None:
     num_heads, num_kv_heads, sp = heads
     config = configured({SP: sp, TP: sp, "data.train_batch_size": 64})
     layout = check(config, sp)
-    check_model(config, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, max_positions=64, vocab=100)
+    check_model(config, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, hidden=64, max_positions=64, vocab=100)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +498,9 @@ def test_heads_that_do_not_divide(heads: tuple[int, int, int], remedy: str, key:
     config = configured({key: size, "data.train_batch_size": 64})
     layout = check(config, 8)
     with pytest.raises(ConfigError) as refused:
-        check_model(config, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, max_positions=64, vocab=100)
+        check_model(
+            config, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, hidden=64, max_positions=64, vocab=100
+        )
     message = str(refused.value)
     assert message.startswith(f"{key}={size} does not divide")
     assert f"{num_heads} attention heads and {num_kv_heads} key-value heads" in message
@@ -513,10 +523,20 @@ def test_model_limits() -> None:
     config = configured({"rollout.top_k": 101, "rollout.max_model_len": 24})
     layout = check(config, 1)
     with pytest.raises(ConfigError) as refused:
-        check_model(config, layout, num_heads=4, num_kv_heads=2, max_positions=23, vocab=100)
+        check_model(config, layout, num_heads=4, num_kv_heads=2, hidden=8, max_positions=23, vocab=100)
     positions, top_k = str(refused.value).splitlines()
     assert "rollout.max_model_len=24: the model reads 23 tokens at most" in positions
     assert top_k == "rollout.top_k=101 is more than the model's 100 tokens; set -1 for all"
+
+
+def test_a_rank_above_the_models_width_is_refused() -> None:
+    config = configured({"model.lora_rank": 64})
+    shape = {"num_heads": 4, "num_kv_heads": 2, "max_positions": 64, "vocab": 100}
+    check_model(config, check(config, 1), hidden=64, **shape)
+    with pytest.raises(
+        ConfigError, match=r"model\.lora_rank=64 is more than the model's hidden size of 63.*such as 16"
+    ):
+        check_model(config, check(config, 1), hidden=63, **shape)
 
 
 def test_steps_of_a_run() -> None:

@@ -17,7 +17,16 @@ from fastgrpo.checkpoint import save_trained
 from fastgrpo.errors import UserError
 from fastgrpo.policy.head import score_head
 from fastgrpo.policy.liger import use_liger_modules
-from fastgrpo.policy.lora import ALL_LINEAR, Lora, LoraLinear, add_adapters, full_adapters, is_adapter, merge
+from fastgrpo.policy.lora import (
+    ALL_LINEAR,
+    Lora,
+    LoraLinear,
+    add_adapters,
+    full_adapters,
+    is_adapter,
+    merge,
+    warn_of_narrow_layers,
+)
 from fastgrpo.policy.model import build_policy
 from fastgrpo_kernels import linear_logprob
 
@@ -192,10 +201,38 @@ def test_peft_loads_what_is_saved(mesh, make_tiny_model, tmp_path):
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter"]
 
 
+def test_peft_puts_adapters_on_the_layers_that_were_named(mesh, make_tiny_model, tmp_path):
+    """One block's down_proj, and not every block's: an end of a name stays one in the folder."""
+    folder = make_tiny_model("llama")
+    policy = adapted(folder, mesh, ("q_proj", "layers.1.mlp.down_proj"))
+    save_trained(policy, AutoTokenizer.from_pretrained(folder), tmp_path, mesh)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == ["layers.1.mlp.down_proj", "q_proj"]
+    loaded = PeftModel.from_pretrained(pretrained(folder), tmp_path / "adapter")
+    own = {name.replace(".default", "") for name, _ in loaded.named_parameters() if "lora_" in name}
+    assert own == adapters(policy).keys() and sum("down_proj" in name for name in own) == 2  # A and B
+    torch.testing.assert_close(separate_logprobs(loaded, ROLLOUTS, TEMPERATURE), score(policy), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_too_narrow_for_the_rank_are_named(mesh, make_tiny_model, caplog):
+    lm = policy_of(make_tiny_model("llama"), mesh, lora=lora(rank=3)).module.lm
+    layers = {name.rpartition(".")[2]: layer for name, layer in lm.named_modules() if isinstance(layer, LoraLinear)}
+    sides = {n: min(x.base_layer.in_features, x.base_layer.out_features) for n, x in layers.items()}
+    narrow, wide = min(sides.values()), max(sides.values())
+    assert narrow < wide  # grouped keys and values
+    for rank, named in ((narrow, set()), (narrow + 1, {n for n, side in sides.items() if side == narrow})):
+        caplog.clear()
+        warn_of_narrow_layers(policy_of(make_tiny_model("llama"), mesh, lora=lora(rank=rank)).module)
+        assert {name for name in sides if f"{name} ({narrow})" in caplog.text} == named
+
+
 @pytest.mark.parametrize(
     ("targets", "reason"),
     [
-        (("q_poj",), "holds 'q_poj', and Qwen2ForCausalLM has no such module; its linear layers are .*q_proj"),
+        (
+            ("q_poj",),
+            "'q_poj', and Qwen2ForCausalLM has no such module; ((?!lm_head).)*q_proj((?!lm_head).)*$",
+        ),
         (("lm_head",), "lm_head is the output layer, whose weight the loss reads itself"),
         (("embed_tokens",), "model.embed_tokens is no linear layer"),
         (("mlp",), "model.layers.0.mlp is no linear layer"),
