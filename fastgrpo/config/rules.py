@@ -61,6 +61,7 @@ from fastgrpo.config.reward_rules import (
     reward_options_are_read,
 )
 from fastgrpo.config.schema import RunConfig
+from fastgrpo.config.secret_rules import options_hold_no_tokens
 from fastgrpo.config.task_rules import (
     arithmetic_can_be_made,
     best_metric_is_measured_at_checkpoints,
@@ -154,6 +155,7 @@ def top_k_within_vocabulary(c: RunConfig, vocab: int) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     numbers_in_range,
+    options_hold_no_tokens,
     dual_clip_above_1,
     sleep_level_is_1_or_2,
     rollouts_are_cut_before_the_watchdog_ends_them,

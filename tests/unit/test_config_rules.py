@@ -385,7 +385,22 @@ BROKEN = [
         "judges_and_models_are_found",
         1,
         {STYLE: {**JUDGE, "url": "https://me:hunter2@judge.example/v1"}},
-        [f"{STYLE}.url=https://***@judge.example/v1 holds a secret", f"{STYLE}.api_key_env"],
+        [f"{STYLE}.url=https://***@judge.example/v1 holds what may be a secret", f"{STYLE}.api_key_env"],
+    ),
+    *(
+        (
+            "judges_and_models_are_found",
+            1,
+            {STYLE: {**JUDGE, "url": f"http://h/v1{end}hunter2"}},
+            [f"{STYLE}.url=http://h/v1{end}*** holds what may be a secret"],
+        )
+        for end in ("?sig=", "?access=", "?", "#")
+    ),
+    (
+        "options_hold_no_tokens",
+        1,
+        {"data.system_prompt": "Use hf_AbCdEfGhIjKlMnOpQrSt to log in."},
+        ["data.system_prompt holds what looks like an access token"],
     ),
     ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_score": 0}}, [f"{STYLE}.max_score=0", "above 0"]),
     ("judges_and_models_can_run", 1, {STYLE: {**JUDGE, "max_retries": -1}}, [f"{STYLE}.max_retries=-1", "0 or more"]),

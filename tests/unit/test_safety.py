@@ -124,7 +124,14 @@ SECRETS = {
     "https://me:hunter2@host.example/v1": "https://***@host.example/v1",
     "clone https://ghp_abcdefghijklmnopqrstuvwx@host/x.git": "clone https://***@host/x.git",
     "https://host/v1?api_key=abc123&n=2": "https://host/v1?api_key=***&n=2",
-    "https://host/?x=1&X-Amz-Signature=abc": "https://host/?x=1&X-Amz-Signature=***",
+    "https://host/?x=1&X-Amz-Signature=abc": "https://host/?x=***&X-Amz-Signature=***",
+    "https://u:p@SECRET@host/": "https://***@host/",
+    "https://bob:pw@m/x?sig=SECRET": "https://***@m/x?sig=***",
+    "at http://h/v1?access=abc&n=2&api-version=3;x=y#token=abc.": "at http://h/v1?access=***&n=2&api-version=3;x=***#***",
+    "https://h?SECRET": "https://h?***",
+    "/score?pwd=hunter2&a=b": "/score?pwd=***&a=b",
+    "x eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2ln-bmF0 y": "x *** y",
+    "AKIAABCDEFGHIJKLMNOP": "***",
     "HF says hf_AbCdEfGhIjKlMnOpQrSt is not valid": "HF says *** is not valid",
     "sk-proj-abcdefghijklmnop1234 was used": "*** was used",
     "Authorization: Bearer abc.def-ghi": "Authorization: Bearer ***",
@@ -135,6 +142,8 @@ HARMLESS = [
     "actor.max_tokens_per_gpu=8192 keys: a=b",
     "data.train_files=[a@b.jsonl]",
     "hf_hub is a name",
+    "sk-learn-pipelines-of-all-kinds",
+    "http://host:8000/v1/chat@2",
 ]
 
 
@@ -156,8 +165,10 @@ def test_variables_are_listed_ones_without_secrets_in_their_values() -> None:
         "WANDB_API_KEY": "x",
         "HF_TOKEN": "x",
         "OPENAI_ORG": "x",
+        "NCCL_SIGNALS": "1",
     }
-    assert environment(environ) == {"HF_ENDPOINT": "https://***@hub.example", "NCCL_DEBUG": "INFO"}
+    environ |= dict.fromkeys(("HF_PWD", "HF_COOKIE", "TORCH_JWT", "VLLM_SAS", "HF_SIG_OLD", "CUDA_SESSION"), "x")
+    assert environment(environ) == {"HF_ENDPOINT": "https://***@hub.example", "NCCL_DEBUG": "INFO", "NCCL_SIGNALS": "1"}
 
 
 def test_no_option_holds_a_key() -> None:
