@@ -8,7 +8,8 @@ Conventions, the same for training and validation:
     numbers      exact: 1/2 = 0.5 = \frac12, 0.333 is not 1/3; 1,234 = 1{,}234 = 1\,234 = 1234.
     units        may be left out on either side; where both have one it must be the same (nothing is converted).
     percent      50\% equals 0.5 and 50: whether the sign is written depends on the question.
-    sets, lists  in any order: \{1,2\} = 2, 1 = \{2,1\}
+    bases        must be written: 110_2 is neither 110 nor 110_3
+    sets, lists  in any order: \{1,2\} = 2, 1 = \{2,1\}; a set holds each member once: \{1,1,2\} = \{1,2\}
     tuples       and intervals in theirs, with their brackets: (1,2] is not [1,2)
     x = 5        equals 5. \pm 3 is the list 3, -3. Words are compared without regard to case.
     formulas     equal if math-verify finds them so; powers and factorials too large to work out count as text.
@@ -27,8 +28,8 @@ from typing import TYPE_CHECKING
 
 from fastgrpo.errors import ConfigError
 from fastgrpo.reward.function import RewardFunction, Setting
-from fastgrpo.reward.math_quantity import Quantity, exact_value, quantity
-from fastgrpo.reward.math_text import answer_text, clean, last_boxed, split, words
+from fastgrpo.reward.math_quantity import Quantity, exact_value, in_base, quantity, without_notation
+from fastgrpo.reward.math_text import Parts, answer_text, clean, last_boxed, split, words
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RewardFunctionConfig
@@ -102,7 +103,15 @@ def _equal(a: str, b: str, depth: int) -> bool:
         if left.kind == right.kind:
             return _same_members(left.parts, right.parts, same)
         return _equal_atoms(a, b)
-    return _same_members(_spread_unit(left.parts), _spread_unit(right.parts), same)
+    return _same_members(_members(left, same), _members(right, same), same)
+
+
+def _members(parts: Parts, same: Callable[[str, str], bool]) -> tuple[str, ...]:
+    """Of a set or list, with the unit at its end spread over them; a set holds each only once."""
+    members = _spread_unit(parts.parts)
+    if parts.kind != "set":
+        return members
+    return tuple(m for i, m in enumerate(members) if not any(same(m, other) for other in members[:i]))
 
 
 def _same_members(a: tuple[str, ...], b: tuple[str, ...], same: Callable[[str, str], bool]) -> bool:
@@ -127,6 +136,9 @@ def _spread_unit(parts: tuple[str, ...]) -> tuple[str, ...]:
 
 def _equal_atoms(a: str, b: str) -> bool:
     a, b = _without_name(a, b), _without_name(b, a)
+    bases = in_base(a), in_base(b)
+    if any(bases):
+        return bases[0] == bases[1]
     left, right = quantity(a), quantity(b)
     if left.unit and right.unit and left.unit != right.unit:
         return False
@@ -159,7 +171,9 @@ def _without_name(text: str, other: str) -> str:
 
 
 def _bare(text: str) -> str:
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)|[{}]", "", text)  # 1 2 is not 12
+    r"""Without spaces, and without the braces that change nothing: `x^{2}`, but not \frac{1}{23} or \frac{12}{3}."""
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # 1 2 is not 12
+    return re.sub(r"(?<!\\)\{(\w)\}", r"\1", re.sub(r"\^(\d\d+)", r"^{\1}", text))
 
 
 def _equal_formulas(a: str, b: str) -> bool:
@@ -170,7 +184,9 @@ def _equal_formulas(a: str, b: str) -> bool:
 
     settings = {"extraction_config": [LatexExtractionConfig()], "parsing_timeout": _FORMULA_LIMIT_S}
     try:
-        left, right = (parse(f"\\boxed{{{text}}}", raise_on_error=True, **settings) for text in (a, b))
+        left, right = (
+            parse(f"\\boxed{{{without_notation(text)}}}", raise_on_error=True, **settings) for text in (a, b)
+        )
         if not left or not right:
             return False
         return verify(right, left, timeout_seconds=_FORMULA_LIMIT_S, strict=True, raise_on_error=True)

@@ -62,6 +62,13 @@ _SLASH = re.compile(r"(?P<sign>[-+]?)(?:(?P<whole>\d+) )?(?P<top>\d+(?:\.\d+)?) 
 _SCIENTIFIC = re.compile(
     r"(?P<mantissa>[-+]?[\d.]+) ?(?:\\times|\\cdot|\*) ?10 ?\^ ?(?:\{ ?(?P<braced>[-+]?\d+) ?\}|(?P<digit>\d))"
 )
+_REPEATING = re.compile(
+    r"(?P<whole>\d*)\.(?P<fixed>\d*)\\(?:overline|bar|dot)\s*(?:\{ ?(?P<braced>\d+) ?\}|(?P<digit>\d))"
+)
+_ANGLE_IN_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*\\circ")
+_WITH_BASE = re.compile(r"(-?[0-9A-Z]+)_([0-9]+|[a-z]+)")
+_BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _MAX_EXPONENT = 1000
 _MAX_DIGITS = 4000
 
@@ -82,8 +89,10 @@ def quantity(text: str) -> Quantity:
     unit, factor = "", 1
     if money := re.fullmatch(r"(-?)\s*\\?\$\s*(-?.*\d.*)", text):
         text, unit = money[1] + money[2], "dollar"
-    if match := re.fullmatch(
-        r"(.*\d.*?|.*\\pi|.*\})\s*\^\s*\\circ\s*(?:\\(?:text|mathrm)\s*\{)?\s*([CFK]?)\s*\}?", text
+    if not _ANGLE_IN_FUNCTION.search(text) and (
+        match := re.fullmatch(
+            r"(.*\d.*?|.*\\pi|.*\})\s*\^\s*\\circ\s*(?:\\(?:text|mathrm)\s*\{)?\s*([CFK]?)\s*\}?", text
+        )
     ):
         return Quantity(match[1].strip(), "degree" + match[2], percent)
     for pattern in (_TAIL, _BARE_TAIL):
@@ -131,7 +140,8 @@ def _canonical(tail: str, power: str) -> tuple[str, int]:
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Value of a plain number: integer, decimal, fraction, mixed number, power of ten; None for anything else."""
+    """Value of a plain number: integer, decimal, also repeating, fraction, mixed number, power of ten; None for
+    anything else."""
     text = " ".join(re.sub(r"^([-+])\s+", r"\1", text.strip()).split())
     if text.startswith("{") and text.endswith("}") and text.count("{") == 1:
         text = text[1:-1].strip()
@@ -139,6 +149,8 @@ def exact_value(text: str) -> Fraction | None:
         return None
     if _DECIMAL.fullmatch(text):
         return Fraction(text.rstrip(".") or "0")
+    if match := _REPEATING.fullmatch(text.lstrip("+-")):
+        return -_repeating(match) if text[0] == "-" else _repeating(match)
     if (match := _FRACTION.fullmatch(text)) or (match := _SLASH.fullmatch(text)):
         return _mixed(match)
     if match := _SCIENTIFIC.fullmatch(text):
@@ -155,3 +167,33 @@ def _mixed(match: re.Match[str]) -> Fraction | None:
         return None
     value += Fraction(match["whole"] or 0)
     return -value if match["sign"] == "-" else value
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    """0.1(6) = 1/10 + 6/90"""
+    repeated = match["braced"] or match["digit"]
+    scale = 10 ** len(match["fixed"])
+    return Fraction(int(match["whole"] + match["fixed"] or "0"), scale) + Fraction(
+        int(repeated), scale * (10 ** len(repeated) - 1)
+    )
+
+
+def in_base(text: str) -> tuple[int, int] | None:
+    r"""(value, base) of `110_2`, `110_{\text{two}}`; None for what is no number with its base."""
+    match = _WITH_BASE.fullmatch(re.sub(r"[\s{}()]", "", words(text)))
+    if match is None or len(match[1]) > _MAX_DIGITS:
+        return None
+    base = int(match[2][:3]) if match[2].isdigit() else _BASE_NAMES.get(match[2], 0)
+    try:
+        return (int(match[1], base), base) if base >= 2 else None
+    except ValueError:  # a digit that the base does not have, or no such base: an indexed name
+        return None
+
+
+def without_notation(formula: str) -> str:
+    """What math-verify reads wrongly, in another way: repeating decimals as fractions, degrees in functions as
+    radians."""
+    formula = _REPEATING.sub(lambda m: "\\frac{{{0.numerator}}}{{{0.denominator}}}".format(_repeating(m)), formula)
+    if _ANGLE_IN_FUNCTION.search(formula):
+        formula = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", formula)
+    return formula

@@ -14,6 +14,7 @@ Nothing here raises, whatever the text, and every function takes time linear in 
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,8 +38,12 @@ _REPLACED = (
     ("∞", "\\infty "), ("∪", "\\cup "), ("∈", "\\in "), ("√", "\\sqrt"), ("°", "^\\circ"), ("\\degree", "^\\circ"),
     ("^{\\circ}", "^\\circ"), ("\\lbrace", "\\{"), ("\\rbrace", "\\}"), ("\\lbrack", "["), ("\\rbrack", "]"),
     ("\\varnothing", "\\emptyset"), ("∅", "\\emptyset"), ("\\%", "%"), ("\\#", "#"), ("{,}", ","), ("±", "\\pm "),
-    ("\\neq", "\\ne"),
+    ("\\neq", "\\ne"), ("²", "^2"), ("³", "^3"),
 )  # fmt: skip
+_VULGAR = {
+    letter: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKD", letter).split("\u2044"))
+    for letter in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+}
 
 
 def answer_text(response: str, strict: bool) -> str | None:
@@ -100,7 +105,7 @@ def _until_sentence_end(text: str) -> str:
 def clean(text: str) -> str:
     """One spelling of an answer: delimiters, sizes and kinds of space gone; `\\text{x}` kept."""
     text = _undelimited(text.strip().rstrip(".").strip())
-    for old, new in _REPLACED:
+    for old, new in (*_REPLACED, *_VULGAR.items()):
         text = text.replace(old, new)
     text = re.sub(r"(?<=\d)\\!,\\!(?=\d)", ",", text)  # 1\!,\!234
     text = re.sub(r"(?<=\d)(?:\\[,;:! ]|~)+(?=\d{3}(?!\d))", " ", text)  # 1\,234
