@@ -29,6 +29,8 @@ from fastgrpo.config.names import unknown_key
 from fastgrpo.errors import ConfigError
 from fastgrpo.paths import config_dir
 
+_ABSENT = object()  # null would be a mistake
+_OPTIONS = "algorithm.KEY=VALUE, in a file algorithm: {preset: NAME, KEY: VALUE}"
 # What hydra, YAML and the files themselves raise over a document of the user's.
 MALFORMED = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError)
 
@@ -44,12 +46,16 @@ def read_config(argv: Sequence[str]) -> RunConfig:
         raise ConfigError(
             f"{given}: a run has one experiment; to build on one, write a file of your own with exp: NAME at its top"
         )
-    presets = [str(o.value()) for o in overrides if _is_preset(o.key_or_group, o.value())]
-    rest = [o for o in overrides if o.key_or_group != "exp" and not _is_preset(o.key_or_group, o.value())]
+    presets = [o for o in overrides if _names_preset(o)]
+    if len(presets) > 1:
+        given = " and ".join(str(o.input_line) for o in presets)
+        raise ConfigError(f"{given}: a run has one preset; keep one, and set single options beside it: {_OPTIONS}")
+    rest = [o for o in overrides if o.key_or_group != "exp" and o not in presets]
     try:
         experiment = _experiment(str(names[0]))
-        if presets:
-            experiment = _over(experiment, _preset(presets[-1], f"algorithm={presets[-1]}"), "with_preset")
+        for override in presets:
+            said = str(override.input_line)
+            experiment = _over(experiment, _preset(override.value(), said), "with_preset")
         document = _compose(experiment, rest)
     except MALFORMED as error:
         raise ConfigError(f"the configuration cannot be composed: {_in_one_line(error)}") from error
@@ -124,19 +130,47 @@ def _experiment(name: str) -> str:
         )
     if base is not None and base not in shipped:
         raise ConfigError(f"+exp={name}: there is no experiment {base}, which it builds on\n{list_experiments()}")
-    if _is_preset("algorithm", document.get("algorithm")):
-        preset = document.pop("algorithm")
-        base = _over(base, _preset(preset, f"+exp={name}: algorithm: {preset}"), "preset_of_file")
+    if dotted := _dotted(document):
+        raise ConfigError("\n".join(f"+exp={name}: {line}" for line in dotted))
+    section = document.pop("algorithm", {})
+    if isinstance(section, dict):
+        document["algorithm"] = {key: value for key, value in section.items() if key != "preset"}
+        preset, said = section.get("preset", _ABSENT), f"+exp={name}: algorithm: {{preset: {section.get('preset')}}}"
+    else:
+        preset, said = section, f"+exp={name}: algorithm: {section}"
+    if preset is not _ABSENT:
+        base = _over(base, _preset(preset, said), "preset_of_file")
     return _over(base, document, "own_file")
 
 
-def _is_preset(key: str, value: object) -> bool:
+def _dotted(document: dict[Any, Any], above: str = "") -> list[str]:
+    """A line for each key of ours that is written with its dots, which YAML takes for one word."""
+    known, lines = option_keys(), []
+    for name, value in document.items():
+        key = f"{above}{name}"
+        if "." in str(name) and any(option == key or option.startswith(f"{key}.") for option in known):
+            *outer, leaf = key.split(".")
+            shown = yaml.safe_dump({leaf: value}, default_flow_style=True, allow_unicode=True, width=1000).strip()
+            for section in reversed(outer):
+                shown = f"{section}: {shown}" if section == outer[0] else f"{{{section}: {shown}}}"
+            lines.append(f"{key} is written with dots; in a file write it nested: {shown}")
+        elif isinstance(value, dict):
+            lines += _dotted(value, f"{key}.")
+    return lines
+
+
+def _names_preset(override: Override) -> bool:
     """`algorithm` is a section of options and, given one word, the preset of that name."""
-    return key == "algorithm" and isinstance(value, str)
+    key, value = override.key_or_group, override.value()
+    return not override.is_delete() and (
+        key == "algorithm.preset" or (key == "algorithm" and not isinstance(value, dict))
+    )
 
 
-def _preset(name: str, said: str) -> dict[str, Any]:
+def _preset(name: object, said: str) -> dict[str, Any]:
     files = {file.stem: file for file in (config_dir() / "algorithm").glob("*.yaml")}
+    if not isinstance(name, str):
+        raise ConfigError(f"{said}: a preset is one name, such as dapo; single options are set beside it: {_OPTIONS}")
     if name not in files:
         near = get_close_matches(name, files, n=1)
         hint = f"; did you mean algorithm={near[0]}?" if near else ""

@@ -31,6 +31,7 @@ from fastgrpo.config import (
     compute_dtype,
     loads_reference,
     needs_reference,
+    notes,
     total_steps,
 )
 from fastgrpo.data.order import PromptOrder
@@ -119,7 +120,7 @@ def build_stages(
     val = load_prompts(config.data, tokenizer, split="val", seed=seed)
     steps = total_steps(config, len(train))
     order = PromptOrder(train, config.data.gen_batch_size or layout.prompts_per_step, seed, config.data.shuffle)
-    for note in rewards.notes:
+    for note in (*notes(config), *rewards.notes):
         console.say(note)
     rewards.start()
 

@@ -23,7 +23,8 @@ INTERRUPTED = 130
 USAGE = """usage: torchrun -m fastgrpo.train +exp=NAME [key=value ...]
 
 +exp also takes a YAML file of your own, which may build on an experiment (exp: NAME at its top).
-algorithm=NAME (algorithm: NAME in a file) sets an algorithm's options to what its paper says.
+algorithm=NAME (in a file algorithm: NAME, or algorithm: {preset: NAME, ...} beside options of your own) sets an
+algorithm's options to what its paper says.
 torchrun is optional: the command starts as many processes as trainer.n_gpus_per_node says."""
 
 

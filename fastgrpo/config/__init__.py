@@ -5,6 +5,7 @@
     names.py    what verl's and TRL's names are called here
     layout.py   the numbers that follow from the options and the number of ranks
     resume.py   which options a resumed run may have otherwise
+    notes.py    what is unlikely to be meant
     rules.py    one function a rule; `check` runs them all
 
 It imports neither torch nor vllm nor hydra, so that a mistake is answered in milliseconds and every shipped experiment
@@ -13,6 +14,7 @@ is checked on a laptop.
 
 from fastgrpo.config.build import build, option_keys, to_document
 from fastgrpo.config.layout import Layout, total_steps
+from fastgrpo.config.notes import notes
 from fastgrpo.config.resume import changed_options, leaves
 from fastgrpo.config.reward_schema import AnswerMode, RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
 from fastgrpo.config.rules import check, check_model
@@ -99,6 +101,7 @@ __all__ = [
     "leaves",
     "loads_reference",
     "needs_reference",
+    "notes",
     "option_keys",
     "rollout_seconds",
     "to_document",

@@ -150,6 +150,61 @@ def test_keys_of_the_command_line_are_over_the_preset_and_a_files_values_too(tmp
     assert options.algorithm.adv_estimator == "opo"
 
 
+@pytest.mark.parametrize("command", [[], ["algorithm=cispo"]])
+def test_a_file_sets_options_of_the_algorithm_beside_its_preset(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "exp: quickstart\n"
+        "algorithm: {preset: dapo, filter_groups: {max_num_gen_batches: 3}, overlong_filtering: true}\n"
+    )
+    mine = read_config([f"+exp={tmp_path}/mine.yaml", *command])
+    algorithm = mine.algorithm
+    assert algorithm.overlong_filtering and algorithm.filter_groups.max_num_gen_batches == 3
+    assert algorithm.filter_groups.enable == (not command)  # the preset of the command line is over the file's
+    assert (mine.actor.policy_loss, mine.actor.clip_ratio_high) == (("cispo", 4.0) if command else ("vanilla", 0.28))
+    assert read_config(["+exp=quickstart", "algorithm.preset=dapo"]) == read_config(
+        ["+exp=quickstart", "algorithm=dapo"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            ["algorithm=[dapo,gspo]"],
+            r"algorithm=\[dapo,gspo\]: a preset is one name, such as dapo; single options .* beside",
+        ),
+        (["algorithm=null"], r"algorithm=null: a preset is one name"),
+        (["algorithm=dapo", "algorithm=gspo"], r"algorithm=dapo and algorithm=gspo: a run has one preset; keep one"),
+    ],
+)
+def test_a_run_has_one_preset(command: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        read_config(["+exp=quickstart", *command])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("algorithm: {preset: [dapo, gspo]}", r"algorithm: \{preset: \['dapo', 'gspo'\]\}: a preset is one name"),
+        (
+            "algorithm: {preset: grop}",
+            r"algorithm: \{preset: grop\}: there is no preset of that name; did you mean algorithm=grpo",
+        ),
+        ("algorithm:", "algorithm: None: a preset is one name"),
+        (
+            "algorithm.adv_estimator: rloo",
+            r"algorithm\.adv_estimator is written with dots; .* algorithm: \{adv_estimator: rloo\}$",
+        ),
+        ("actor: {optim.lr: 1.0e-5}", r"actor\.optim\.lr is written .* nested: actor: \{optim: \{lr: 1\.0e-05\}\}$"),
+        ("actor.optim: {lr: 1.0e-5}", r"actor\.optim is written .* nested: actor: \{optim: \{lr: 1\.0e-05\}\}$"),
+    ],
+)
+def test_mistakes_of_a_file_are_answered_in_its_own_form(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"exp: quickstart\n{text}\n")
+    with pytest.raises(ConfigError, match=rf"^\+exp=\S+mine\.yaml: {words}"):
+        read_config([f"+exp={tmp_path}/mine.yaml"])
+
+
 def test_an_unknown_preset_is_answered_with_the_list(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         read_config(["+exp=quickstart", "algorithm=grop"])

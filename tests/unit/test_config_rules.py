@@ -14,6 +14,7 @@ from fastgrpo.config import (
     build,
     check,
     check_model,
+    notes,
     rollout_seconds,
     total_steps,
 )
@@ -622,3 +623,29 @@ def test_a_rollout_is_cut_before_the_watchdog_ends_the_run() -> None:
     assert rollout_seconds(RunConfig()) == 0.8 * 1800
     assert rollout_seconds(RunConfig(rollout=RolloutConfig(max_seconds=7.0))) == 7.0
     assert rollout_seconds(RunConfig(trainer=TrainerConfig(limits_s=LimitsConfig(gen=None)))) is None
+
+
+@pytest.mark.parametrize(
+    ("policy_loss", "low", "high", "words"),
+    [
+        ("cispo", 3e-4, 4e-4, "gspo's mean over a sequence, and actor.policy_loss=cispo bounds single tokens"),
+        ("vanilla", 3e-4, 4e-4, "gspo's mean over a sequence, and actor.policy_loss=vanilla bounds single tokens"),
+        ("gspo", 0.2, 0.2, "for single tokens, and actor.policy_loss=gspo"),
+        ("gspo", 3e-4, 4e-4, None),
+        ("sapo", 3e-4, 4e-4, None),  # reads no bounds
+        ("cispo", 1.0, 4.0, None),
+        ("vanilla", 0.0, 0.2, None),
+    ],
+)
+def test_clips_that_belong_to_another_loss_are_said(
+    policy_loss: str, low: float, high: float, words: str | None
+) -> None:
+    actor = {"actor.policy_loss": policy_loss, "actor.clip_ratio_low": low, "actor.clip_ratio_high": high}
+    config = configured(actor)
+    check(config, 1)  # not refused
+    said = notes(config)
+    if words is None:
+        assert said == []
+    else:
+        (line,) = said
+        assert words in line and f"actor.clip_ratio_low={low} and actor.clip_ratio_high={high}" in line
