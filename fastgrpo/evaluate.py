@@ -1,4 +1,4 @@
-"""The held-out score: draw answers to the validation prompts with their own sampling, score them, write them down.
+"""The held-out score: draw answers to the validation prompts with their own sampling, score them.
 
 The score is the mean reward over all samples that were scored; what each set says by itself is val_metrics.py's. No
 update is made and the training order does not move.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config import RunConfig
 from fastgrpo.mesh import Mesh
-from fastgrpo.metrics import write_rows
 from fastgrpo.records import Prompt, Rollout, Sample, Sampling
 from fastgrpo.reward import Rewards
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
@@ -51,15 +49,12 @@ def validate(
     mesh: Mesh,
     *,
     step: int,
-    answers: Path | None,
     pass_score: float,
-) -> Validation:
-    """Score what `draw_answers` drew, while the engine sleeps (a reward may need the GPU); a collective. `answers`:
-    where to write the answers, on the rank that is given it; `pass_score`: the reward from which on one passes."""
+) -> tuple[Validation, list[Sample]]:
+    """Score what `draw_answers` drew, while the engine sleeps (a reward may need the GPU); a collective. The
+    samples are those of all ranks. `pass_score`: the reward from which on one passes."""
     samples = share_samples(score_own(rewards, own, prompts, tokenizer, mesh, step=step), mesh)
-    if answers is not None:
-        write_rows(answers, answer_rows(samples, prompts))
-    return summarise(samples, pass_score)
+    return summarise(samples, pass_score), samples
 
 
 def summarise(samples: Sequence[Sample], pass_score: float) -> Validation:

@@ -79,25 +79,48 @@ _TOKEN_MEANS = {  # metric -> its sum (algorithm/losses/contract.py)
 
 
 class Logger(Protocol):
+    name: str
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JsonlFile:
-    """metrics.jsonl: a row a step, flushed as it is written. Non-finite numbers are written as null."""
+    """metrics.jsonl: a row a step, at once. Non-finite numbers are written as null. Where the disk is full OSError is
+    raised, and what is not written yet, be it half a row, goes before the next row."""
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        write_row(self._file, {"step": step, **metrics})
+        self._waiting += row_text({"step": step, **metrics}).encode()
+        self.flush()
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def reopen(self) -> None:
+        """At the same path, where another file may be now."""
+        file = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
 
 
 class TensorBoard:
+    name = "tensorboard"
+
     def __init__(self, folder: Path, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -113,6 +136,8 @@ class TensorBoard:
 
 
 class WandB:
+    name = "wandb"
+
     def __init__(self, folder: Path, project: str, name: str, config: Any) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -127,9 +152,13 @@ class WandB:
         self._run.finish()
 
 
-def write_row(file: Any, row: Mapping[str, Any]) -> None:
+def row_text(row: Mapping[str, Any]) -> str:
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    file.write(json.dumps(clean, ensure_ascii=False) + "\n")
+    return json.dumps(clean, ensure_ascii=False) + "\n"
+
+
+def write_row(file: Any, row: Mapping[str, Any]) -> None:
+    file.write(row_text(row))
     file.flush()
 
 

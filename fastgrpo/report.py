@@ -20,8 +20,10 @@ is there twice. Only rank 0 writes; on the other ranks every method returns at o
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,12 @@ from fastgrpo.config import RunConfig, to_document
 from fastgrpo.evaluate import Validation
 from fastgrpo.history import History, go_back
 from fastgrpo.mesh import Mesh
-from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_row, write_rows
+from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_row
 from fastgrpo.records import StepRecord
+from fastgrpo.run_files import RunFiles
 from fastgrpo.val_metrics import in_words
+
+log = logging.getLogger("fastgrpo")
 
 
 class Report:
@@ -52,6 +57,7 @@ class Report:
         self._history = History()
         self._unflushed: list[Path] = []
         self._loggers: list[Logger] = []
+        self._files = RunFiles(self.folder)
         if self._on:
             self._open(start, provenance)
         self._bar = tqdm(
@@ -64,17 +70,25 @@ class Report:
         trainer, metrics = self._config.trainer, self.folder / "metrics.jsonl"
         if start.checkpoint is not None:
             self._history = go_back(self.folder, start.step, validated=_validated(start))
-        (self.folder / "config.yaml").write_text(
-            yaml.safe_dump(to_document(self._config), allow_unicode=True, sort_keys=False)
-        )
+        self._write_config()
         (self.folder / "engine.json").write_text(json.dumps(provenance["engine"], indent=1) + "\n")
         with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
             write_row(file, provenance)
-        self._loggers.append(JsonlFile(metrics))
+        self._rows = JsonlFile(metrics)
+        self._loggers.append(self._rows)
         if "tensorboard" in trainer.logger:
             self._loggers.append(TensorBoard(self.folder / "tensorboard", start.step))
         if "wandb" in trainer.logger:
             self._loggers.append(WandB(self.folder, trainer.project_name, self.folder.name, self._config))
+
+    def _write_config(self) -> None:
+        document = yaml.safe_dump(to_document(self._config), allow_unicode=True, sort_keys=False)
+        (self.folder / "config.yaml").write_text(document)
+
+    def _look_for_the_folder(self, step: int) -> None:
+        if self._files.went_away(step):
+            self._write_config()
+            self._rows.reopen()
 
     def say(self, text: str) -> None:
         if self._on and "console" in self._config.trainer.logger:
@@ -84,7 +98,8 @@ class Report:
         if not self._on:
             return
         file = self.folder / "rollouts" / f"step_{record.step:06d}.jsonl"
-        write_rows(file, rollouts)
+        self._files.attempt("the run folder", lambda: self._look_for_the_folder(record.step))
+        self._files.write_rows("rollouts", file, rollouts)
         self._unflushed.append(file)
         self._log(record.step, record.metrics)
         self._bar.update(1)
@@ -93,13 +108,11 @@ class Report:
         if every > 0 and (record.step - 1) % every == 0:
             self.say(group_lines(record, rollouts))
 
-    def answers(self, step: int) -> Path | None:
-        """Where the validation of this step writes its answers, on the rank that writes."""
-        return self.folder / "validation" / f"step_{step:06d}.jsonl" if self._on else None
-
-    def validation(self, step: int, result: Validation) -> None:
+    def validation(self, step: int, result: Validation, answers: Sequence[Mapping[str, Any]]) -> None:
         if not self._on:
             return
+        self._files.attempt("the run folder", lambda: self._look_for_the_folder(step))
+        self._files.write_rows("validation", self.folder / "validation" / f"step_{step:06d}.jsonl", answers)
         self._log(step, result.metrics)
         score = "nothing scored" if result.score is None else f"{result.score:.4f}"
         self.say(f"validation at step {step}: {score} (n={result.samples})")
@@ -124,30 +137,42 @@ class Report:
         if self._on:
             for path in (self.folder / "metrics.jsonl", *self._unflushed):
                 if path.is_file():
-                    sync_file(path)
+                    self._files.attempt("fsync", partial(sync_file, path))
             self._unflushed.clear()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._files.failures:
+            metrics = {**metrics, "files/failed_writes": float(self._files.failures)}
         for logger in self._loggers:
-            logger.log(step, metrics)
+            self._files.attempt(logger.name, partial(logger.log, step, metrics))
         self._history.add({"step": step, **metrics})
 
     def close(self, *, finished: bool) -> None:
         """`finished`: every step is done and the model is saved. The curve is drawn then; a run that was told to stop
-        has no time for it."""
+        has no time for it. Raises OSError, when all is written, if the folder was moved meanwhile: such a run must not
+        look as if all were well."""
         if not self._on:
             return
         self._bar.close()
+        self._files.attempt("the run folder", lambda: self._look_for_the_folder(self._history.steps))
         for logger in self._loggers:
-            logger.close()
-        if not finished:
-            return
+            self._files.attempt(logger.name, logger.close)
+        if finished:
+            self._files.attempt("reward.png", self._draw_curve)
+            self._files.attempt(FINISHED, lambda: write_durably(self.folder / FINISHED, f"{self._total_steps}\n"))
+            self.say(self._last_line())
+        if self._files.failures:
+            log.error(
+                "%d writes into %s have failed: answers, maybe rows, are missing", self._files.failures, self.folder
+            )
+        if finished and self._files.moved:
+            raise OSError(f"{self.folder} was moved or deleted while the run wrote into it: see the message above")
+
+    def _draw_curve(self) -> None:
         curve, scored = self._history.curve, [(step, score) for step, score, _ in self._history.scores]
         if curve or scored:
             steps, rewards = [step for step, _ in curve], [reward for _, reward in curve]
             plot_rewards(self.folder / "reward.png", steps, rewards, scored)
-        write_durably(self.folder / FINISHED, f"{self._total_steps}\n")
-        self.say(self._last_line())
 
     def _last_line(self) -> str:
         seconds = f"in {time.monotonic() - self._begun:.0f} s: {self.folder}"

@@ -150,17 +150,14 @@ class Trainer:
     def validate(self, report: Report | None = None) -> Validation:
         """The held-out score of the weights as they are."""
         s, step = self.stages, self.steps_done
-        answers = None if report is None else report.answers(step)
         with s.engine.awake(s.actor.export, s.actor.version):
             own = draw_answers(s.engine, s.val.prompts, self.config, s.mesh, step=step)
         s.actor.take_back()
         pass_score = self.config.rollout.val_kwargs.pass_score
-        result = validate(
-            own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, answers=answers, pass_score=pass_score
-        )
+        result, samples = validate(own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, pass_score=pass_score)
         self._validated_at = step
         if report is not None:
-            report.validation(step, result)
+            report.validation(step, result, answer_rows(samples, s.val.prompts))
         return result
 
     def _validation_is_due(self) -> bool:

@@ -131,6 +131,30 @@ def die_in_the_rollout_that_follows() -> None:
     _before(trainer, "share_samples", _die_at(1))
 
 
+def full_disk_for_the_rows_of_step_2() -> None:
+    """And for its answers; not for the checkpoints."""
+    from fastgrpo import run_files
+    from fastgrpo.metrics import JsonlFile
+
+    _before(run_files, "write_rows", _full_disk_at(2, 2))
+    _before(JsonlFile, "flush", _full_disk_at(2, 2))
+
+
+def move_the_run_folder_in_step_3() -> None:
+    from fastgrpo.report import Report
+
+    original, calls = Report.step, 0
+
+    def step(self: Any, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            self.folder.rename(self.folder.parent.parent / "moved")
+        original(self, *args)
+
+    Report.step = step
+
+
 def stop_before_step_1() -> None:
     from fastgrpo import trainer
 

@@ -1,4 +1,4 @@
-"""How a run ends when it is told to stop and the disk is full, or does not answer, or there is nothing to save yet."""
+"""A run whose disk is full, does not answer or loses the run folder, as it goes on and as it is told to stop."""
 
 from __future__ import annotations
 
@@ -105,3 +105,31 @@ def test_stopped_before_there_is_anything_to_save(runs: SmallRuns, tiny_model: P
     assert "goes on from here" not in run.output()
     [folder] = tmp_path.iterdir()
     assert not (folder / "checkpoints").exists()
+
+
+def test_a_full_disk_between_saves_costs_the_answers_alone(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    run = runs.start(1, document(tmp_path, tiny_model), faults="full_disk_for_the_rows_of_step_2")
+    run.finish()
+    [folder] = tmp_path.iterdir()
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]  # the second was written with the third
+    assert [row.get("files/failed_writes") for row in rows(folder)] == [None, 1, 2, 2]
+    assert [path.name[5:11] for path in sorted((folder / "rollouts").iterdir())] == ["000001", "000003", "000004"]
+    for kind in ("rollouts", "metrics.jsonl"):
+        assert run.output().count(f"{kind} NOT WRITTEN into {folder}: [Errno 28] No space left") == 1
+        assert f"{kind} is written again" in run.output()
+    assert f"2 writes into {folder} have failed" in run.output().splitlines()[-1]
+
+
+def test_a_run_folder_that_moves_is_noticed(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    """What comes after is together in a new folder, and the run does not end as if all were well."""
+    (tmp_path / "runs").mkdir()
+    configured = document(tmp_path / "runs", tiny_model, trainer__async_save=False)
+    run = runs.start(1, configured, faults="move_the_run_folder_in_step_3")
+    assert run.wait() == [1]
+    [folder] = (tmp_path / "runs").iterdir()
+    assert f"THE RUN FOLDER {folder} HAS BEEN MOVED OR DELETED, noticed after step 3" in run.output()
+    assert f"OSError: {folder} was moved or deleted while the run wrote into it" in run.output()
+    assert [row["step"] for row in rows(tmp_path / "moved")] == [1, 2]
+    assert [row["step"] for row in rows(folder)] == [3, 4]
+    assert {"config.yaml", "model", "finished", "rollouts"} < {path.name for path in folder.iterdir()}
+    assert checkpoints(folder) == ["latest", "step_000003", "step_000004"]

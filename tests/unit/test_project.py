@@ -32,7 +32,7 @@ LAYERS = [
     {"policy", "reward", "data", "gate", "plan"},
     {"rollout", "checkpoint", "gpu"},
     {"evaluate", "dump"},
-    {"history", "provenance"},
+    {"history", "provenance", "run_files"},
     {"report", "summary"},
     {"stages"},
     {"session"},

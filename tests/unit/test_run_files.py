@@ -1,0 +1,66 @@
+"""Rows on a disk that is full: none is lost, none is half, and it is said once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fastgrpo.metrics import JsonlFile
+from fastgrpo.run_files import RunFiles
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes: the write before it is cut short, the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_rows_wait_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, files = JsonlFile(tmp_path / "metrics.jsonl"), RunFiles(tmp_path)
+
+    def log(step: int) -> bool:
+        return files.attempt(rows.name, lambda: rows.log(step, {"reward/mean": step / 4}))
+
+    assert log(1)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with room_for(size + 7), caplog.at_level(logging.WARNING):
+        assert [log(step) for step in (2, 3, 4)] == [False] * 3
+        assert (tmp_path / "metrics.jsonl").stat().st_size == size + 7  # half a row
+    assert caplog.text.count("metrics.jsonl NOT WRITTEN") == 1 and files.failures == 3
+    assert log(5) and "metrics.jsonl is written again; 3 writes" in caplog.text
+    rows.close()
+    read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert read == [{"step": step, "reward/mean": step / 4} for step in range(1, 6)]
+
+
+def test_answers_are_whole_or_not_there(tmp_path: Path) -> None:
+    files, file = RunFiles(tmp_path), tmp_path / "rollouts" / "step_000001.jsonl"
+    with room_for(100):
+        files.write_rows("rollouts", file, [{"response": "x" * 60}] * 2)
+    assert files.failures == 1 and not file.exists()
+    files.write_rows("rollouts", file, [{"response": "x" * 60}] * 2)
+    assert files.failures == 1 and len(file.read_text().splitlines()) == 2
+
+
+def test_a_folder_is_known_by_more_than_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    files = RunFiles(folder)
+    assert not files.went_away(1) and not files.moved
+    folder.rename(tmp_path / "other")
+    folder.symlink_to(tmp_path / "other")
+    assert not files.went_away(2)  # its old name leads to it
+    folder.unlink()
+    assert files.went_away(3) and files.moved and folder.is_dir()
+    assert not files.went_away(4) and files.moved  # said once
