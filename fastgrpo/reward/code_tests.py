@@ -3,12 +3,7 @@
     response -> the last fenced block that defines the entry point, else the last one, else the whole response
              -> the prefix column, if one is named, in front of it -> sandbox/ -> share of tests passed
 
-The reference holds the tests, as text or JSON:
-    "assert f(1) == 2\\n..."            Python, one test as a whole (HumanEval's `check` is called with the entry point)
-    ["assert f(1) == 2", ...]          one test each (MBPP's test_list)
-    {"inputs": [...], "outputs": [...]}                  standard input and output, one case each (APPS, TACO)
-    [{"input": ..., "output": ...}, ...]                 the same
-
+The reference holds the tests (code_reference.py).
 Score: 1 if all tests pass, else 0; with `partial_credit` their share. A program that is too slow, too large, or wrong
 scores 0 or its share: that is its fault. A sandbox that could not be made, or tests that cannot be run, is an error; no
 tests: unscored. Details: `passed` (share), `late` (ran out of time), `found` (there was code).
@@ -16,17 +11,17 @@ tests: unscored. Details: `passed` (share), `late` (ran out of time), `found` (t
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastgrpo.errors import ConfigError
+from fastgrpo.reward.code_reference import read_tests
 from fastgrpo.reward.function import RewardFunction, Setting
 from fastgrpo.reward.sandbox.box import BrokenBox, Limits
 from fastgrpo.reward.sandbox.isolation import try_isolation
-from fastgrpo.reward.sandbox.verdicts import Functions, Streams, judge
+from fastgrpo.reward.sandbox.verdicts import Functions, judge
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RewardFunctionConfig
@@ -73,7 +68,7 @@ def compute_score(
     tests = read_tests(reference, row.get("setup"), row.get("entry_point"))
     if tests is None:
         return {"score": None}
-    code = find_code(response, row.get("entry_point"))
+    code = find_code(response, tests.entry_point if isinstance(tests, Functions) else row.get("entry_point"))
     if not code.strip():
         return {"score": 0.0, "passed": 0.0, "found": 0.0}
     program = f"{row['prefix']}\n{code}" if row.get("prefix") else code
@@ -90,36 +85,3 @@ def find_code(response: str, entry_point: str | None = None) -> str:
         return text
     defining = [code for code in blocks if entry_point and re.search(rf"\bdef {re.escape(entry_point)}\b", code)]
     return (defining or blocks)[-1]
-
-
-def read_tests(
-    reference: str | None, setup: object = None, entry_point: str | None = None
-) -> Functions | Streams | None:
-    """The tests that a reference holds; None if it holds none."""
-    value = _parsed(reference)
-    before = "\n".join(setup) if isinstance(setup, Sequence) and not isinstance(setup, str) else str(setup or "")
-    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
-        pairs = zip(value["inputs"], value["outputs"], strict=True)
-        return Streams(tuple((_text(given), _text(wanted)) for given, wanted in pairs)) if value["inputs"] else None
-    if isinstance(value, list) and value and all(isinstance(case, Mapping) for case in value):
-        return Streams(tuple((_text(case["input"]), _text(case["output"])) for case in value))
-    if isinstance(value, list) and value and all(isinstance(test, str) for test in value):
-        return Functions(tuple(value), before, entry_point)
-    if isinstance(value, str) and value.strip():
-        called = f"\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", value, re.MULTILINE) else ""
-        return Functions((value + called,), before, entry_point)
-    return None
-
-
-def _parsed(reference: str | None) -> object:
-    if reference is None or reference.lstrip()[:1] not in ("[", "{"):
-        return reference
-    try:
-        return json.loads(reference)
-    except json.JSONDecodeError:
-        return reference
-
-
-def _text(value: object) -> str:
-    """APPS holds some inputs and outputs as lists of lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,12 @@ from fastgrpo.config.reward_schema import Isolation as IsolationOption
 from fastgrpo.errors import ConfigError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward import build_rewards, code_tests
-from fastgrpo.reward.code_tests import compute_score, find_code, read_tests
+from fastgrpo.reward.code_reference import read_tests
+from fastgrpo.reward.code_tests import compute_score, find_code
 from fastgrpo.reward.sandbox import wire
 from fastgrpo.reward.sandbox.box import BrokenBox, Limits
 from fastgrpo.reward.sandbox.isolation import Isolation, try_isolation
-from fastgrpo.reward.sandbox.verdicts import Functions, Streams, Verdict, judge
+from fastgrpo.reward.sandbox.verdicts import BadTests, Functions, Streams, Verdict, judge
 
 LIMITS = Limits("namespaces", 2.0, 256, 8)
 ADD = ("assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'")
@@ -207,6 +209,61 @@ def test_a_killed_worker_takes_its_sandbox_along() -> None:
 )
 def test_reading_tests(reference: str | None, meta: dict[str, Any], expected: object) -> None:
     assert read_tests(reference, meta.get("setup"), meta.get("entry")) == expected
+
+
+CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"], [[1], [2]], [0.1, 0.2]], "outputs": [3, "ab", [[1, 2]], 0.3]}
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("def add(a, b): return a + b", 4),
+        ("class Solution:\n    def add(self, a, b): return a + b", 4),
+        ("def add(a, b): return tuple(a + b) if type(a) is list else a + b", 4),  # JSON knows no tuples
+        ("def add(a, b): return 3", 1),
+        ("def add(a, b): return str(a + b)", 1),
+        ("def sub(a, b): return a - b", 0),
+        ("print(3)", 0),
+        ("class Yes:\n    def __eq__(self, other): return True\ndef add(a, b): return Yes()", 0),
+        ("import os\ndef add(a, b): os._exit(0)", 0),
+    ],
+)
+def test_calls_of_a_function(program: str, passed: int) -> None:
+    """As APPS and TACO write them; what is wanted stays where the program cannot see it."""
+    tests = read_tests(json.dumps(CALLS))
+    assert isinstance(tests, Functions)
+    assert verdict(program, tests).passed == passed
+
+
+def test_calls_of_a_function_called_like_a_builtin_and_with_json_text() -> None:
+    tests = read_tests(
+        '{"fn_name": "all", "inputs": ["[1, 2]\\n3", "[]\\n1"], "outputs": ["{\\"3\\": [1, 2]}", "{\\"1\\": []}"]}'
+    )
+    assert isinstance(tests, Functions)
+    assert verdict("def all(a, b): return {b: a}", tests) == Verdict(2, 2)
+    cases = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    score = compute_score(
+        "```\ndef add(a, b): return a + b\n```", json.dumps(cases), {"f": "add"}, LIMITS, False, {"entry_point": "f"}
+    )
+    assert score["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "has 2 inputs and 1 outputs"),
+        ([{"input": "1", "output": "1"}, {"input": "2"}], "case 1 of the reference, {'input': '2'}, is not"),
+        ({"foo": 1}, "is not a Python source, a list of Python sources, "),
+        ([1, 2], "is not a Python source"),
+        ({"fn_name": "a b", "inputs": [[1]], "outputs": [1]}, "\"fn_name\" is 'a b'"),
+        ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "are no list"),
+        ({"fn_name": "f", "inputs": ["x y"], "outputs": [1]}, "neither a list nor a line of JSON each"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "does not name it"),
+    ],
+)
+def test_a_reference_in_no_known_form_says_so(reference: object, message: str) -> None:
+    with pytest.raises(BadTests, match=re.escape(message)):
+        compute_score("x = 1", json.dumps(reference), {}, LIMITS)
 
 
 @pytest.mark.parametrize(
