@@ -9,26 +9,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import SequenceMatcher, get_close_matches
 
+from fastgrpo.config.trl_names import COLOCATED, FUNCTIONS, TRL
+
 _BUDGET = "actor.max_tokens_per_gpu (tokens; old and reference passes use the micro-batches of the update)"
 _PACKED = "nothing: rows are always packed, within actor.max_tokens_per_gpu"
-_FUNCTIONS = "reward.functions.NAME.kind, a function a label, summed with their weights"
 _REWARD_PATH = "reward.functions.NAME.path, with reward.functions.NAME.kind=custom"
 _REWARD_NAME = "reward.functions.NAME.name, with reward.functions.NAME.kind=custom"
+_REWARD_KWARGS = (
+    "nothing: the function gets its arguments from the row alone; write the values into its file as defaults"
+)
+_REWARD_ASYNC = "nothing: rewards always run in processes of their own, reward.num_workers a rank"
 _SANDBOX = "reward.functions.NAME.kind=code (programs run in sandboxes on this machine)"
 _NO_CRITIC = "nothing: GRPO compares the samples of a group and has no critic"
 _NO_DISCOUNT = "nothing: GRPO neither discounts nor bootstraps"
-_COLOCATED = "nothing: engine and trainer always share each GPU, in one process"
 
 VERL = {
     "data.seed": "trainer.seed",
     "data.trust_remote_code": "model.trust_remote_code",
     "data.tokenizer": "model.tokenizer_path",
     "data.val_batch_size": "nothing: validation is handed to the engine at once",
-    "data.reward_fn_key": _FUNCTIONS,
+    "data.reward_fn_key": FUNCTIONS,
     "data.filter_overlong_prompts_workers": "nothing: data.filter_overlong_prompts is enough",
     "data.return_raw_chat": "nothing: the chat template is applied once",
+    "data.custom_cls.": (
+        "nothing: data.train_files reads files and hub data sets, data.prompt_key, data.prompt_template and "
+        "data.reference_key say what of them; in Python, Trainer(prompts=...) takes any list"
+    ),
     "data.image_key": "nothing: prompts are text only",
-    "actor_rollout_ref.hybrid_engine": _COLOCATED,
+    "actor_rollout_ref.hybrid_engine": COLOCATED,
     "actor_rollout_ref.nccl_timeout": "trainer.limits_s.update and its neighbours (seconds, by stage)",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "actor.gradient_checkpointing",
     "actor_rollout_ref.model.enable_activation_offload": "actor.activation_offload",
@@ -39,6 +47,9 @@ VERL = {
     "actor_rollout_ref.model.custom_chat_template": "model.chat_template",
     "actor_rollout_ref.model.exclude_modules": "model.target_modules (those that are to have adapters)",
     "actor_rollout_ref.model.lora_adapter_path": "nothing: adapters start anew, or are resumed (trainer.resume)",
+    "actor_rollout_ref.model.external_lib": (
+        "nothing: model.trust_remote_code runs the code of a checkpoint; rollout.name takes package.module:Class"
+    ),
     "actor_rollout_ref.model.lora.rank": "model.lora_rank",
     "actor_rollout_ref.model.lora.alpha": "model.lora_alpha",
     "actor_rollout_ref.model.lora.target_modules": "model.target_modules",
@@ -50,6 +61,7 @@ VERL = {
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "actor.max_tokens_per_gpu",
     "actor_rollout_ref.actor.clip_ratio": "actor.clip_ratio_low and actor.clip_ratio_high",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "actor.policy_loss",
+    "actor_rollout_ref.actor.policy_loss.": "nothing: clip_cov and kl_cov are no losses of actor.policy_loss",
     "actor_rollout_ref.actor.data_loader_seed": "trainer.seed",
     "actor_rollout_ref.actor.entropy_from_logits_with_chunking": "nothing: logits exist only in chunks",
     "actor_rollout_ref.actor.entropy_checkpointing": "nothing: logits exist only in chunks",
@@ -83,12 +95,17 @@ VERL = {
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _BUDGET,
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.kv_cache_gib (GiB, not a share of the GPU)",
     "actor_rollout_ref.rollout.free_cache_engine": "rollout.sleep_level",
-    "actor_rollout_ref.rollout.mode": _COLOCATED,
+    "actor_rollout_ref.rollout.mode": COLOCATED,
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "actor_rollout_ref.rollout.do_sample": "rollout.temperature (always sampled)",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val_kwargs.temperature (0 = greedy)",
     "actor_rollout_ref.rollout.seed": "trainer.seed",
+    "actor_rollout_ref.rollout.ignore_eos": "nothing: an answer always ends at its end token",
+    "actor_rollout_ref.rollout.enable_chunked_prefill": (
+        "nothing: the engine decides; rollout.max_num_batched_tokens bounds what one iteration prefills"
+    ),
+    "actor_rollout_ref.rollout.engine_kwargs.": "nothing: the engine is given what the options of rollout say",
     "actor_rollout_ref.rollout.calculate_log_probs": "nothing: always on",
     "actor_rollout_ref.rollout.load_format": "nothing: weights always come from the trainer",
     "actor_rollout_ref.rollout.data_parallel_size": "nothing: engines = ranks / rollout.tensor_model_parallel_size",
@@ -97,14 +114,16 @@ VERL = {
     "actor_rollout_ref.rollout.agent.": "nothing: one turn a sample",
     "algorithm.gamma": _NO_DISCOUNT,
     "algorithm.lam": _NO_DISCOUNT,
-    "algorithm.gdpo_reward_keys": _FUNCTIONS,
+    "algorithm.gdpo_reward_keys": FUNCTIONS,
     "algorithm.gdpo_reward_weights": "reward.functions.NAME.weight",
     "algorithm.rollout_correction.rollout_is_batch_normalize": "nothing: weights are bounded, not rescaled",
     "algorithm.rollout_correction.loss_type": "actor.policy_loss (reinforce, or any other)",
     "algorithm.filter_groups.max_inflight_gen_batches": "nothing: rounds come one after the other",
     "reward.custom_reward_function.path": _REWARD_PATH,
     "reward.custom_reward_function.name": _REWARD_NAME,
-    "reward.reward_manager.": _FUNCTIONS,
+    "reward.custom_reward_function.reward_kwargs.": _REWARD_KWARGS,
+    "reward.launch_reward_fn_async": _REWARD_ASYNC,
+    "reward.reward_manager.": FUNCTIONS,
     "reward.sandbox_fusion.url": _SANDBOX,
     "reward.sandbox_fusion.memory_limit_mb": "reward.functions.NAME.memory_limit_mb, with kind=code",
     "reward.sandbox_fusion.": _SANDBOX,
@@ -119,7 +138,9 @@ VERL = {
     "reward_model.overlong_buffer.": "reward.functions.NAME.kind=length",
     "custom_reward_function.path": _REWARD_PATH,
     "custom_reward_function.name": _REWARD_NAME,
-    "reward_model.": _FUNCTIONS,
+    "custom_reward_function.reward_kwargs.": _REWARD_KWARGS,
+    "reward_model.launch_reward_fn_async": _REWARD_ASYNC,
+    "reward_model.": FUNCTIONS,
     "critic.": _NO_CRITIC,
     "trainer.critic_warmup": _NO_CRITIC,
     "trainer.total_training_steps": "trainer.max_steps",
@@ -130,6 +151,7 @@ VERL = {
     "trainer.del_local_ckpt_after_load": "trainer.max_ckpt_to_keep",
     "trainer.esi_redundant_time": "trainer.shutdown_timeout_s (checkpoints follow a signal, not a clock)",
     "trainer.nnodes": "torchrun --nnodes=M --nproc-per-node=N",
+    "trainer.default_hdfs_dir": "nothing: a run writes to trainer.run_dir, on a disk that is mounted here",
     "trainer.default_local_dir": "trainer.run_dir",
     "trainer.balance_batch": "nothing: ranks are always balanced by tokens",
     "trainer.log_val_generations": "nothing: validation answers are always in the run folder",
@@ -137,65 +159,6 @@ VERL = {
     "trainer.validation_data_dir": "nothing: validation answers are always in the run folder",
     "ray_init.": "nothing: there is no Ray; processes come from torchrun",
     "ray_kwargs.": "nothing: there is no Ray; processes come from torchrun",
-}
-
-TRL = {
-    "num_generations": "rollout.n",
-    "per_device_train_batch_size": "data.train_batch_size (prompts over all ranks) and actor.micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "nothing: it follows from actor.ppo_mini_batch_size and actor.max_tokens_per_gpu",
-    "generation_batch_size": "data.train_batch_size (prompts, not sequences)",
-    "steps_per_generation": "actor.ppo_mini_batch_size (prompts an update)",
-    "num_iterations": "actor.ppo_epochs",
-    "max_completion_length": "data.max_response_length",
-    "beta": "actor.kl_loss_coef, with actor.use_kl_loss",
-    "epsilon": "actor.clip_ratio_low",
-    "epsilon_high": "actor.clip_ratio_high",
-    "loss_type": "actor.policy_loss and actor.loss_agg_mode",
-    "importance_sampling_level": "actor.policy_loss (gspo for sequences)",
-    "delta": "actor.clip_ratio_c",
-    "mask_truncated_completions": "algorithm.overlong_filtering",
-    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
-    "vllm_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
-    "vllm_importance_sampling_cap": "algorithm.rollout_correction.rollout_is_threshold",
-    "entropy_coef": "actor.entropy_coeff",
-    "learning_rate": "actor.optim.lr",
-    "warmup_steps": "actor.optim.lr_warmup_steps (updates)",
-    "warmup_ratio": "actor.optim.lr_warmup_steps (updates)",
-    "adam_beta1": "actor.optim.beta1",
-    "adam_beta2": "actor.optim.beta2",
-    "adam_epsilon": "actor.optim.eps",
-    "max_grad_norm": "actor.grad_clip",
-    "num_train_epochs": "trainer.total_epochs",
-    "logging_steps": "nothing: every step is logged",
-    "save_steps": "trainer.save_freq",
-    "save_total_limit": "trainer.max_ckpt_to_keep",
-    "resume_from_checkpoint": "trainer.resume (auto, never or a path)",
-    "metric_for_best_model": "trainer.best_metric",
-    "greater_is_better": "trainer.best_mode",
-    "full_determinism": "trainer.deterministic",
-    "eval_steps": "trainer.test_freq",
-    "output_dir": "trainer.run_dir",
-    "run_name": "trainer.experiment_name",
-    "report_to": "trainer.logger",
-    "use_vllm": "rollout.name",
-    "vllm_mode": _COLOCATED,
-    "vllm_gpu_memory_utilization": "rollout.kv_cache_gib (GiB, not a share of the GPU)",
-    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "vllm_max_model_length": "rollout.max_model_len",
-    "vllm_enable_sleep_mode": "rollout.sleep_level",
-    "model_name_or_path": "model.path",
-    "attn_implementation": "actor.attention",
-    "use_liger_kernel": "actor.use_liger, and actor.head for the loss",
-    "torch_compile": "actor.use_torch_compile",
-    "bf16": "actor.dtype",
-    "dataset_name": "data.train_files",
-    "dataset_config": "data.hub_config",
-    "dataset_train_split": "data.train_split",
-    "dataset_test_split": "data.val_split",
-    "shuffle_dataset": "data.shuffle",
-    "chat_template_kwargs": "data.apply_chat_template_kwargs",
-    "reward_funcs": _FUNCTIONS,
-    "reward_weights": "reward.functions.NAME.weight",
 }
 
 # Values that other trainers have and this one refuses, each with the reason and what to use.

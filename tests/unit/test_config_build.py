@@ -167,6 +167,25 @@ def test_wrong_types(document: dict[str, Any], message: str) -> None:
             {"per_device_train_batch_size": 8},
             "unknown key per_device_train_batch_size: TRL's; here it is data.train_batch",
         ),
+        ({"sapo_temperature_pos": 1}, "unknown key sapo_temperature_pos: TRL's; here it is actor.tau_pos"),
+        ({"sapo_temperature_neg": 1}, "unknown key sapo_temperature_neg: TRL's; here it is actor.tau_neg"),
+        # verl's, which the keys around them would otherwise answer for
+        (
+            {"trainer": {"default_hdfs_dir": "x"}},
+            "unknown key trainer.default_hdfs_dir: verl's, without a counterpart here: a run writes to trainer.run_dir",
+        ),
+        (
+            {"data": {"custom_cls": {"path": "x"}}},
+            "unknown key data.custom_cls.path: verl's, without a counterpart here: data.train_files reads",
+        ),
+        (
+            {"reward_model": {"launch_reward_fn_async": True}},
+            "unknown key reward_model.launch_reward_fn_async: verl's, without a counterpart here: rewards al",
+        ),
+        (
+            {"actor_rollout_ref": {"actor": {"policy_loss": {"clip_cov_ratio": 1}}}},
+            "unknown key actor_rollout_ref.actor.policy_loss.clip_cov_ratio: verl's, without a counterpart here: clip",
+        ),
     ],
 )
 def test_unknown_keys(document: dict[str, Any], message: str) -> None:
@@ -184,6 +203,47 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "unknown key actor_rollout_ref.a",
         "unknown key actor_rollout_ref.b.c",
     ]
+
+
+TRLS = [
+    "top_entropy_quantile",
+    "sync_ref_model",
+    "ref_model_mixup_alpha",
+    "ref_model_sync_steps",
+    "disable_dropout",
+    "cast_lm_head_to_fp32",
+    "log_completions",
+    "num_completions_to_print",
+    "vllm_importance_sampling_mode",
+    "vllm_server_base_url",
+    "off_policy_mask_threshold",
+    "use_bias_correction_kl",
+    "multi_objective_aggregation",
+    "use_peft",
+    "lora_dropout",
+    "eval_strategy",
+    "per_device_eval_batch_size",
+    "num_generations_eval",
+    "optim",
+    "fp16",
+    "load_best_model_at_end",
+]
+VERLS = [
+    "custom_reward_function.reward_kwargs.x",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio",
+    "actor_rollout_ref.rollout.ignore_eos",
+    "rollout.enable_chunked_prefill",
+    "rollout.engine_kwargs.vllm.seed",
+    "model.external_lib",
+]
+
+
+@pytest.mark.parametrize(("key", "whose"), [*((key, "TRL") for key in TRLS), *((key, "verl") for key in VERLS)])
+def test_options_of_others_are_answered_as_theirs(key: str, whose: str) -> None:
+    answer = unknown_key(key, option_keys())
+    assert answer.startswith(
+        (f"unknown key {key}: {whose}'s; here it is ", f"unknown key {key}: {whose}'s, without a c")
+    )
 
 
 @pytest.mark.parametrize("ours", sorted({*VERL.values(), *TRL.values()}))
