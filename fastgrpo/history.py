@@ -2,8 +2,9 @@
 
     metrics.jsonl   1 2 3 [4 5]        --go_back(folder, 3)-->   metrics.jsonl 1 2 3
     rollouts/       1 2 3 [4 5 half a 6]                         rollouts/     1 2 3
-    checkpoints/    2 [4, 6.part]                                checkpoints/  2
-                                                                 aside-<time>/ the rest, as it was
+    checkpoints/    2 3 [4, 6.part], latest: 4                   checkpoints/  2 3, latest: 3
+    model/          if it is finished after more than 3          aside-<time>/ the rest, as it was
+    finished                                                     (gone: it is not)
 
 A row's number is the steps done when it was written; validation has rows of its own under the number of its step,
 which are later than a checkpoint of that step that does not know of them.
@@ -20,9 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.checkpoint import CHECKPOINTS
+from fastgrpo.checkpoint import CHECKPOINTS, FINISHED
 from fastgrpo.checkpoint.disk import PART, remove_tree, write_durably
-from fastgrpo.checkpoint.folders import set_aside
+from fastgrpo.checkpoint.folders import point_again, set_aside
+from fastgrpo.checkpoint.model import ADAPTER, MODEL
+from fastgrpo.checkpoint.runs import finished_steps
 
 log = logging.getLogger("fastgrpo")
 
@@ -55,17 +58,21 @@ class History:
         return value if at == step else None
 
 
-def go_back(folder: Path, step: int, *, validated: bool = True) -> History:
+def go_back(folder: Path, step: int, *, validated: bool = True, best_mode: str = "max") -> History:
     """Set aside everything in the run folder that is later than `step` (`validated`: than its validation); the history
-    of what stays. Folders of checkpoints that were still being written are removed. Safe to be cut short and called
-    again."""
+    of what stays. Folders of checkpoints that were still being written are removed, and so is the word that the run has
+    finished: whoever looks for a run to go on with must find it again. Safe to be cut short and called again."""
     aside = folder / f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+    if finished_steps(folder) > step:
+        set_aside([path for name in (MODEL, ADAPTER) if (path := folder / name).is_dir()], aside)
+    (folder / FINISHED).unlink(missing_ok=True)
     for unfinished in (folder / CHECKPOINTS).glob(f"*{PART}"):
         remove_tree(unfinished)
     for name in ("rollouts", "validation", CHECKPOINTS):
         first = step if name == "validation" and not validated else step + 1
         late = [path for path in sorted((folder / name).glob("step_*")) if (number(path) or 0) >= first]
         set_aside(late, aside / name)
+    point_again(folder / CHECKPOINTS, best_mode)
     return _cut_rows(folder / "metrics.jsonl", step, aside, validated=validated)
 
 

@@ -63,7 +63,7 @@ def describe_start(
     """A row of starts.jsonl. Nothing here may end a run: what cannot be found out is left out."""
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "resumed_from": None if start.checkpoint is None else start.checkpoint.name,
+        "resumed_from": _source(start),
         "step": start.step,
         "command": shlex.join(sys.orig_argv),
         "folder": str(Path.cwd()),
@@ -78,6 +78,13 @@ def describe_start(
         "config": to_document(config),
     }
     return redact_all(row)
+
+
+def _source(start: Start) -> str | None:
+    """The checkpoint's name; its path where it is not of this run."""
+    if start.checkpoint is None:
+        return None
+    return start.checkpoint.name if start.goes_on else str(start.checkpoint)
 
 
 def code_state() -> dict[str, Any]:

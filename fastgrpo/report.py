@@ -69,7 +69,8 @@ class Report:
     def _open(self, start: Start, provenance: Mapping[str, Any]) -> None:
         trainer, metrics = self._config.trainer, self.folder / "metrics.jsonl"
         if start.checkpoint is not None:
-            self._history = go_back(self.folder, start.step, validated=_validated(start))
+            best_mode = str(trainer.best_mode)
+            self._history = go_back(self.folder, start.step, validated=_validated(start), best_mode=best_mode)
         self._write_config()
         (self.folder / "engine.json").write_text(json.dumps(provenance["engine"], indent=1) + "\n")
         with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:

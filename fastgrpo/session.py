@@ -57,12 +57,13 @@ class Session:
         provenance = describe_start(run.config, s.layout, s.mesh, s.identity, start, s.engine.info)
         self.report = Report(run.config, s.mesh, s.total_steps, start, provenance)
         run.watchdog.folder = self.report.folder
-        self._saved_at = start.step  # nothing is worth saving at step 0
-        self._resumed_from = start.checkpoint
+        # What this folder holds: a run that begins at another's checkpoint saves its own; step 0 is not worth it.
+        self._saved_at = start.step if start.goes_on or run.config.trainer.val_only else 0
+        self._resumed_from = start.checkpoint if start.goes_on else None
         self._failures_said = 0
         root = self.report.folder / CHECKPOINTS
         self._saver = Saver(
-            root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, run.config.trainer, complete=start.step
+            root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, run.config.trainer, complete=self._saved_at
         )
         return self
 
@@ -163,6 +164,8 @@ class Session:
                 "%s: %s",
                 stop, step, kept, then, self.report.folder,
             )  # fmt: skip
+        elif self._run.config.trainer.val_only:
+            self.report.say(f"stopped by {stop} before the validation was complete: {self.report.folder}")
         elif step == 0:
             self.report.say(
                 f"stopped by {stop} before a step was complete: there was nothing to save, and the same command begins "

@@ -5,6 +5,7 @@
     saver.py      saving while training goes on                 model.py         the Hugging Face folder
     resume.py     which run to continue, and from where         identity.py      fingerprints of what it is made of
     restore.py    a checkpoint back into the run            amend.py         a metric measured after the save
+    runs.py       run folders: names, newest, locks         compare.py       why a checkpoint cannot be continued
 
 A part of the run that has state besides masters and optimizer is `Stateful`, and the trainer names it in `stateful`.
 """
@@ -14,7 +15,8 @@ from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
 from fastgrpo.checkpoint.model import save_model, save_trained
 from fastgrpo.checkpoint.restore import Stateful, restore
-from fastgrpo.checkpoint.resume import CHECKPOINTS, FINISHED, Start, check_resume, find_start
+from fastgrpo.checkpoint.resume import Start, check_resume, find_start
+from fastgrpo.checkpoint.runs import CHECKPOINTS, FINISHED
 from fastgrpo.checkpoint.saver import Saver
 
 __all__ = [

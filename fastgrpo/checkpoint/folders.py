@@ -139,6 +139,18 @@ def point_to_best(root: Path, mode: str) -> None:
         write_durably(root / BEST, found.name + "\n")
 
 
+def point_again(root: Path, mode: str) -> None:
+    """`latest` and `best`, where they are there, name one of those that are left, or go."""
+    complete = find_checkpoints(root).complete
+    for name, found in ((LATEST, complete[0][0] if complete else None), (BEST, best_of(complete, mode))):
+        if not (root / name).is_file():
+            continue
+        if found is None:
+            (root / name).unlink()
+        elif (root / name).read_text(encoding="utf-8", errors="replace").strip() != found.name:
+            write_durably(root / name, found.name + "\n")
+
+
 def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
     """Remove checkpoints beyond the `keep` newest complete ones and the best (`best`: max or min of the metric, among
     those that have it; of equals the newest). The newest complete one always stays. Returns what was removed."""

@@ -1,13 +1,18 @@
 """Which run to continue, from which checkpoint, or a new one, and why.
 
     trainer.resume=never    a new folder RUN_DIR/EXPERIMENT-TIME
-    trainer.resume=auto     the newest folder of this experiment in RUN_DIR
-                              finished, with as many steps as now wanted ->  a new one
-                              no complete checkpoint in it               ->  a new one
-                              another process is writing into it         ->  a new one
-                              what it was made of differs                ->  refused, with the reasons
+    trainer.resume=auto     the folders of this experiment in RUN_DIR, newest first
+                              finished, with as many steps as now wanted ->  a new run
+                              another process is writing into it         ->  the one before it
+                              no complete checkpoint in it               ->  the one before it
+                              what it was made of differs                ->  refused, with the reasons; the one before
+                                                                             it where a newer run is being written
                               else: its newest complete checkpoint       ->  continued in the same folder
+                              none is left                               ->  a new run
     trainer.resume=PATH     that run folder's newest complete checkpoint, or that checkpoint; or refused
+                              a checkpoint outside a run folder          ->  continued in a new folder
+                              this very command has gone on from it      ->  goes on from there
+    trainer.val_only        the same checkpoint, also of a run that is being written, read into a folder of its own
 
 Rank 0 looks, the others are told. Nothing is changed on disk here but the new folder and the lock; what lies after the
 checkpoint is set aside by whoever writes there (report.py).
@@ -15,30 +20,25 @@ checkpoint is set aside by whoever writes there (report.py).
 
 from __future__ import annotations
 
-import fcntl
-import re
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from fastgrpo.checkpoint.folders import Found, Manifest, find_checkpoints, read_manifest, step_of
+from fastgrpo.checkpoint.compare import made_by, objections
+from fastgrpo.checkpoint.folders import MANIFEST, Found, Manifest, find_checkpoints, read_manifest, step_of
 from fastgrpo.checkpoint.identity import Identity
-from fastgrpo.config import RunConfig, Schedule, TrainerConfig, changed_options
+from fastgrpo.checkpoint.runs import CHECKPOINTS, CONFIG, finished_steps, is_held, new_folder, runs_of, take
+from fastgrpo.config import RunConfig
 from fastgrpo.errors import ConfigError
 from fastgrpo.mesh import Mesh
-
-CHECKPOINTS = "checkpoints"
-FINISHED = "finished"  # file in a run folder: the steps that the finished run had
-_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     folder: Path  # of the run
-    checkpoint: Path | None  # to continue from; None: a new run
+    checkpoint: Path | None  # to continue from, in `folder` or elsewhere; None: a new run
     manifest: Manifest | None
     said: tuple[str, ...]  # what was found and decided, a line each
 
@@ -46,20 +46,43 @@ class Start:
     def step(self) -> int:
         return self.manifest.step if self.manifest else 0
 
+    @property
+    def goes_on(self) -> bool:
+        """In the run that the checkpoint is of; else it is left as it is."""
+        return self.checkpoint is not None and self.checkpoint.is_relative_to(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    said: tuple[str, ...]
+    folder: Path | None = None  # to go on in; None: a new one
+    checkpoint: Path | None = None
+    manifest: Manifest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is wanted. Before anything is loaded neither identity nor number of steps is known."""
+
+    config: RunConfig
+    identity: Identity | None = None
+    total_steps: int | None = None
+
+    def finished(self, folder: Path) -> bool:
+        done = finished_steps(folder)
+        return done > 0 if self.total_steps is None else done >= self.total_steps
+
+    def held(self, folder: Path) -> bool:
+        """Who only validates does not write there."""
+        return not self.config.trainer.val_only and is_held(folder)
+
+    def objections(self, manifest: Manifest) -> list[str]:
+        return objections(manifest, self.config, self.identity, self.total_steps)
+
 
 def check_resume(config: RunConfig) -> None:
     """What the options alone show, before anything is loaded. Raises ConfigError where `find_start` would."""
-    if config.trainer.resume == "never":
-        return
-    folder, checkpoint = _candidate(config.trainer)
-    if folder is None:
-        return
-    if _is_held(folder):
-        _beside(config.trainer, folder)
-        return
-    found = _checkpoints(folder, checkpoint, explicit=config.trainer.resume != "auto")
-    if found.complete and not (config.trainer.resume == "auto" and _finished_steps(folder)):
-        refuse_changes(*found.complete[0], config)
+    _choose(_Asked(config))
 
 
 def find_start(config: RunConfig, mesh: Mesh, identity: Identity, total_steps: int) -> tuple[Start, FileLock | None]:
@@ -71,7 +94,7 @@ def find_start(config: RunConfig, mesh: Mesh, identity: Identity, total_steps: i
     lock: FileLock | None = None
     if mesh.is_main:
         try:
-            answer, lock = _choose(config, identity, total_steps)
+            answer, lock = _begin(_Asked(config, identity, total_steps))
         except ConfigError as error:
             answer = error
     answer = mesh.broadcast(answer)
@@ -81,171 +104,138 @@ def find_start(config: RunConfig, mesh: Mesh, identity: Identity, total_steps: i
     return answer, lock
 
 
-def _choose(config: RunConfig, identity: Identity, total_steps: int) -> tuple[Start, FileLock | None]:
-    trainer, auto = config.trainer, config.trainer.resume == "auto"
-    folder, checkpoint = (None, None) if trainer.resume == "never" else _candidate(trainer)
-    if folder is None:
-        return _new_run(trainer, ())
-    found = _checkpoints(folder, checkpoint, explicit=not auto)
-    skipped = tuple(f"not resumed from {line}" for line in found.passed_over)
-    if auto and _finished_steps(folder) >= total_steps:
-        return _new_run(trainer, (f"{folder} is finished: this is a new run",))
-    if not found.complete:
-        return _new_run(trainer, (*skipped, f"{folder} holds no complete checkpoint: this is a new run"))
-    lock, free = _lock(folder)
-    if not free:
-        return _new_run(trainer, (_beside(trainer, folder),))
-    path, manifest = found.complete[0]
-    refuse_changes(path, manifest, config)
-    refuse_other_material(path, manifest, config, identity, total_steps)
-    never = "; trainer.resume=never starts a new run" if auto else ""
-    world = f", saved by {manifest.world} ranks"
-    said = (*skipped, f"resuming {folder} after step {manifest.step} of {total_steps}{world}{never}")
-    return Start(folder, path, manifest, said), lock
+def _begin(asked: _Asked) -> tuple[Start, FileLock | None]:
+    trainer = asked.config.trainer
+    while True:
+        choice = _choose(asked)
+        if choice.folder is None or trainer.val_only:
+            folder = new_folder(trainer)
+            return Start(folder, choice.checkpoint, choice.manifest, _told(choice, folder, asked)), take(folder)[0]
+        lock, free = take(choice.folder)
+        if free:  # else another process was faster: look again
+            told = _told(choice, choice.folder, asked)
+            return Start(choice.folder, choice.checkpoint, choice.manifest, told), lock
 
 
-def _beside(trainer: TrainerConfig, folder: Path) -> str:
-    """What is said of a new run beside `folder`, which is being written. Raises ConfigError where it was asked for."""
-    where = f"{folder} is being written by another process"
-    if trainer.resume != "auto":
-        raise ConfigError(f"trainer.resume={trainer.resume}: {where}; wait until it has ended")
-    return f"{where}: this is a new run beside it"
+def _told(choice: _Choice, folder: Path, asked: _Asked) -> tuple[str, ...]:
+    trainer, manifest = asked.config.trainer, choice.manifest
+    if manifest is None:
+        what = f"validating model.path={asked.config.model.path} in" if trainer.val_only else "a new run:"
+        return (*choice.said, f"{what} {folder}") if choice.said or trainer.val_only else ()
+    source = choice.checkpoint if choice.folder is None else choice.folder
+    if trainer.val_only:
+        return (*choice.said, f"validating {source} after step {manifest.step} in {folder}")
+    place = f", in {folder}" if choice.folder is None else ""
+    never = "; trainer.resume=never starts a new run" if trainer.resume == "auto" else ""
+    after = f"after step {manifest.step} of {asked.total_steps}, saved by {manifest.world} ranks"
+    return (*choice.said, f"resuming {source} {after}{place}{never}")
 
 
-def _candidate(trainer: TrainerConfig) -> tuple[Path | None, Path | None]:
-    """(run folder, one checkpoint in it or None for the newest)."""
-    if trainer.resume == "auto":
-        return newest_run(Path(trainer.run_dir), trainer.experiment_name), None
-    path = Path(trainer.resume).expanduser()
+def _choose(asked: _Asked) -> _Choice:
+    """Raises ConfigError. Changes nothing."""
+    resume = asked.config.trainer.resume
+    if resume == "never":
+        return _Choice(())
+    return _newest(asked) if resume == "auto" else _by_path(asked, Path(resume).expanduser())
+
+
+def _newest(asked: _Asked) -> _Choice:
+    trainer, said, beside = asked.config.trainer, [], False
+    for folder in runs_of(Path(trainer.run_dir), trainer.experiment_name):
+        if asked.finished(folder):
+            hint = f": trainer.resume={folder} validates its last checkpoint" if trainer.val_only else ""
+            said.append(f"{folder} is finished{hint}")
+            break
+        if asked.held(folder):
+            said.append(f"{folder} is being written by another process")
+            beside = True
+            continue
+        found = find_checkpoints(folder / CHECKPOINTS)
+        said += [f"not resumed from {line}" for line in found.passed_over]
+        if not found.complete:
+            said.append(f"{folder} holds no complete checkpoint")
+            continue
+        path, manifest = found.complete[0]
+        reasons = asked.objections(manifest)
+        if not reasons:
+            return _Choice(tuple(said), folder, path, manifest)
+        if not beside:
+            raise _refusal(path, reasons)
+        said.append("\n".join([f"not resumed from {path}:", *reasons]))
+    return _Choice(tuple(said))
+
+
+def _by_path(asked: _Asked, path: Path) -> _Choice:
+    resume = asked.config.trainer.resume
     if not path.is_dir():
+        raise ConfigError(f"trainer.resume={resume}: there is no folder {path.absolute()}; set auto, never or a run")
+    folder, checkpoint = _parts(path)
+    said: tuple[str, ...] = ()
+    if folder is not None and asked.held(folder):
         raise ConfigError(
-            f"trainer.resume={trainer.resume}: there is no folder {path.absolute()}; set auto, never or a run"
+            f"trainer.resume={resume}: {folder} is being written by another process; wait until it has ended"
         )
-    if step_of(path) is not None and path.absolute().parent.name == CHECKPOINTS:
-        return path.absolute().parent.parent, path.absolute()
-    return path, None
+    if checkpoint is None:
+        found = _checkpoints(path.absolute())
+        said = tuple(f"not resumed from {line}" for line in found.passed_over)
+        checkpoint, manifest = found.complete[0]
+    else:
+        manifest = _manifest(checkpoint)
+        if later := _made_since(asked, folder, manifest):
+            return later
+    if reasons := asked.objections(manifest):
+        raise _refusal(checkpoint, reasons)
+    return _Choice(said, folder, checkpoint, manifest)
 
 
-def _checkpoints(folder: Path, checkpoint: Path | None, *, explicit: bool) -> Found:
-    """Raises ConfigError when what was asked for by its path is not there."""
-    if checkpoint is not None:
-        try:
-            return Found([(checkpoint, read_manifest(checkpoint))], [])
-        except ValueError as error:
-            raise ConfigError(f"trainer.resume={checkpoint} is no complete checkpoint: {error}") from None
+def _parts(path: Path) -> tuple[Path | None, Path | None]:
+    """(run folder, or None of a checkpoint that lies in none; the checkpoint, or None for the newest)."""
+    path = path.absolute()
+    if step_of(path) is None and not (path / MANIFEST).is_file():
+        return path, None
+    run = path.parent.parent
+    inside = path.parent.name == CHECKPOINTS and (run / CONFIG).is_file()
+    return run if inside else None, path
+
+
+def _made_since(asked: _Asked, folder: Path | None, manifest: Manifest) -> _Choice | None:
+    """The newest checkpoint that this very command has made since it began at `manifest`, of a run that is not
+    finished: a job that is requeued with a checkpoint's path must not begin there for ever."""
+    config = asked.config
+    if config.trainer.val_only:
+        return None
+    runs: Sequence[Path] = [folder] if folder else runs_of(Path(config.trainer.run_dir), config.trainer.experiment_name)
+    for run in runs:
+        if finished_steps(run) or asked.held(run):
+            continue
+        for path, later in find_checkpoints(run / CHECKPOINTS).complete:
+            if later.step > manifest.step and made_by(later, config) and not asked.objections(later):
+                said = (
+                    f"trainer.resume={config.trainer.resume}: this command began there, has come to step {later.step} "
+                    f"and goes on; to begin at step {manifest.step} again, move later checkpoints elsewhere"
+                )
+                return _Choice((said,), run, path, later)
+    return None
+
+
+def _manifest(checkpoint: Path) -> Manifest:
+    try:
+        return read_manifest(checkpoint)
+    except ValueError as error:
+        raise ConfigError(f"trainer.resume={checkpoint} is no complete checkpoint: {error}") from None
+
+
+def _checkpoints(folder: Path) -> Found:
     found = find_checkpoints(folder / CHECKPOINTS)
-    if explicit and not found.complete:
+    if not found.complete:
         why = "".join(f"\n{line}" for line in found.passed_over)
-        raise ConfigError(f"trainer.resume={folder} holds no complete checkpoint in {CHECKPOINTS}/{why}")
+        raise ConfigError(
+            f"trainer.resume={folder} is neither a checkpoint (it has no {MANIFEST}) nor a run: it holds no complete "
+            f"checkpoint in {CHECKPOINTS}/{why}"
+        )
     return found
 
 
-def newest_run(run_dir: Path, experiment: str) -> Path | None:
-    """By the time and number in the name, which a copy keeps."""
-    name = re.compile(re.escape(experiment) + r"-(\d{8}-\d{6})(?:-(\d+))?")
-    runs = [
-        (match[1], int(match[2] or 0), path)
-        for path in (run_dir.iterdir() if run_dir.is_dir() else ())
-        if path.is_dir() and (match := name.fullmatch(path.name))
-    ]
-    return max(runs)[2] if runs else None
-
-
-def _finished_steps(folder: Path) -> int:
-    """0 unless the run has finished."""
-    try:
-        return int((folder / FINISHED).read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def refuse_changes(path: Path, manifest: Manifest, config: RunConfig) -> None:
-    _refuse(path, changed_options(manifest.config, config))
-
-
-def refuse_other_material(
-    path: Path, manifest: Manifest, config: RunConfig, identity: Identity, total_steps: int
-) -> None:
-    """What the options do not show: the data, the models, the code of rewards, the length of the schedule."""
-    before, now = manifest.identity, asdict(identity)
-    reasons = []
-    if before["data"] != now["data"]:
-        reasons.append(
-            "the training prompts have changed: their tokens, references or order, or the names of data.train_files, "
-            f"which seed the samples ({before['prompts']} prompts then, {now['prompts']} now)"
-        )
-    if before["model"] != now["model"]:
-        reasons.append(f"model.path={config.model.path} holds another model than the run began with")
-    if before["reference"] != now["reference"]:
-        reasons.append("the reference policy is another one (ref.path, model.path)")
-    reasons += _changed_code(before["reward_code"], now["reward_code"], config.trainer.resume_allow)
-    if config.actor.optim.lr_scheduler_type != Schedule["constant"] and manifest.total_steps != total_steps:
-        reasons.append(
-            f"the run had {manifest.total_steps} steps and would have {total_steps}, which moves the learning rate of "
-            f"{config.actor.optim.lr_scheduler_type}"
-        )
-    if manifest.step > total_steps:
-        reasons.append(f"it has done {manifest.step} steps and {total_steps} are wanted (trainer.max_steps)")
-    _refuse(path, reasons)
-
-
-def _changed_code(before: Mapping[str, str], now: Mapping[str, str], allowed: list[str]) -> list[str]:
-    keys = {label: f"reward.functions.{label}.path" for label in now if before.get(label) != now[label]}
-    return [
-        f"the code of reward {label} has changed (allow it: trainer.resume_allow=[{key}])"
-        for label, key in keys.items()
-        if key not in allowed
-    ]
-
-
-def _refuse(path: Path, reasons: list[str]) -> None:
-    if reasons:
-        raise ConfigError(
-            "\n".join(
-                [
-                    f"{path} cannot be continued by this configuration (trainer.resume=never starts a new run):",
-                    *reasons,
-                ]
-            )
-        )
-
-
-def _new_run(trainer: TrainerConfig, said: tuple[str, ...]) -> tuple[Start, FileLock | None]:
-    """Two runs started in one second get two folders: making one is what tells whether it was there."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    number = 0
-    while True:
-        suffix = f"-{number}" if number else ""
-        folder = Path(trainer.run_dir) / f"{trainer.experiment_name}-{stamp}{suffix}"
-        try:
-            folder.mkdir(parents=True, mode=0o700)
-        except FileExistsError:
-            number += 1
-            continue
-        except OSError as error:
-            raise ConfigError(f"trainer.run_dir={trainer.run_dir}: {error}; set it to a folder of yours") from error
-        return Start(folder, None, None, said), _lock(folder)[0]
-
-
-def _lock(folder: Path) -> tuple[FileLock | None, bool]:
-    """(the lock, whether nobody else has it). File systems without locks: none, and nobody is known to have it."""
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return None, False
-    except (NotImplementedError, OSError):
-        return None, True
-    return lock, True
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether a run has `_lock(folder)`. Shared, since all ranks ask at once; rank 0 takes it after all have asked."""
-    try:
-        with (folder / _LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file, or a file system without locks: nobody is known to have it
-        return False
-    return False
+def _refusal(path: Path, reasons: Sequence[str]) -> ConfigError:
+    head = f"{path} cannot be continued by this configuration (trainer.resume=never starts a new run):"
+    return ConfigError("\n".join([head, *reasons]))

@@ -79,9 +79,11 @@ def resume_is_readable(c: RunConfig, layout: Layout) -> Iterator[str]:
             )
 
 
-def changed_options(before: Mapping[str, Any], config: RunConfig) -> list[str]:
+def changed_options(before: Mapping[str, Any], config: RunConfig, *, allowed: Sequence[str] | None = None) -> list[str]:
     """A line for each option whose change forbids to continue a run whose configuration was `before`, a document as of
-    `to_document`. An option that `before` does not know had today's default."""
+    `to_document`. An option that `before` does not know had today's default. `allowed`: options that may differ; None:
+    those of trainer.resume_allow."""
+    excused = config.trainer.resume_allow if allowed is None else allowed
     try:
         old = leaves(to_document(build(before)))
     except ConfigError:  # written by a version with other options
@@ -89,7 +91,7 @@ def changed_options(before: Mapping[str, Any], config: RunConfig) -> list[str]:
     new = leaves(to_document(config))
     lines = []
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) == new.get(key) or _kind(key) == "same result" or _allowed(key, config.trainer.resume_allow):
+        if old.get(key) == new.get(key) or _kind(key) == "same result" or _allowed(key, excused):
             continue
         lines.append(f"{key} was {_show(old, key)} and is {_show(new, key)} ({_remedy(key, new)})")
     return lines

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 from small_runs import SmallRuns, document
 
@@ -259,6 +260,54 @@ def test_resumed_on_another_layout(
     assert actual["reward/mean"] == expected["reward/mean"]
     aside = next(folder.glob("aside-*"))
     assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+
+
+def test_validation_leaves_a_live_run_as_it_is(
+    runs: SmallRuns, unbroken: tuple[Path, float], tiny_model: Path, tmp_path: Path
+) -> None:
+    """By the path of an older checkpoint while another process writes; the run then goes on as if nothing had been."""
+    folder = tmp_path / unbroken[0].name
+    shutil.copytree(unbroken[0], folder)
+    (folder / "finished").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    options: dict[str, Any] = {"trainer__resume": str(folder / "checkpoints" / "step_000002"), "trainer__val_only": True}
+    with FileLock(folder / ".lock"):
+        runs.start(2, document(tmp_path, tiny_model, **VALIDATED, **options)).finish()
+    assert before == {path: path.read_bytes() for path in before} and not list(folder.glob("aside-*"))
+    [own] = tmp_path.glob("*-val")
+    assert rows(own) == [row for row in rows(folder) if row["step"] == 2 and "val/reward" in row]
+    runs.start(2, document(tmp_path, tiny_model, **VALIDATED)).finish()
+    assert_same_run(folder, unbroken[0])
+
+
+def test_a_finished_run_taken_up_again_is_found_by_auto(
+    runs: SmallRuns, unbroken: tuple[Path, float], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / unbroken[0].name
+    shutil.copytree(unbroken[0], folder)
+    again = str(folder / "checkpoints" / "step_000002")
+    stopped = runs.start(
+        2, document(tmp_path, tiny_model, trainer__resume=again, **VALIDATED), faults="stop_after_each_step"
+    )
+    assert stopped.wait() == [SAVED, SAVED], stopped.output()
+    assert not (folder / "finished").exists() and (folder / "checkpoints" / "latest").read_text() == "step_000003\n"
+    runs.start(2, document(tmp_path, tiny_model, **VALIDATED)).finish()
+    assert only_run(tmp_path) == folder
+    assert_same_run(folder, unbroken[0])
+
+
+def test_a_copied_checkpoint_is_gone_on_with_in_a_new_folder(
+    runs: SmallRuns, unbroken: tuple[Path, float], tiny_model: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(unbroken[0] / "checkpoints" / "step_000002", tmp_path / "bak" / "step_000002")
+    configured = document(tmp_path / "runs", tiny_model, trainer__resume=str(copied), **VALIDATED)
+    runs.start(2, configured).finish()
+    folder = only_run(tmp_path / "runs")
+    assert rows(folder) == [row for row in rows(unbroken[0]) if row["step"] > 2]
+    assert [manifest.step for _, manifest in find_checkpoints(folder / "checkpoints").complete] == [4, 3, 2]
+    actual, expected = (masters(run / "checkpoints" / "step_000004") for run in (folder, unbroken[0]))
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def change_the_batch(configured: dict[str, Any]) -> None:

@@ -84,8 +84,13 @@ def test_the_best_checkpoint_is_by_a_sets_own_metric(tmp_path: Path, tiny_model:
     assert (folder / "checkpoints" / "best").read_text() == f"step_{best:06d}\n"
     manifest = json.loads((folder / "checkpoints" / f"step_{best:06d}" / "checkpoint.json").read_text())
     assert manifest["metric"] == scores[best]
-    # The finished run, by its path: what its last weights say again.
+    # The finished run, by its path: what its last weights say again, in a folder of its own.
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     run(document(tmp_path, tiny_model, val_only=True, resume=str(folder), max_steps=2))
-    again = [row for row in rows(folder / "metrics.jsonl") if "val/reward" in row]
-    assert [row["step"] for row in again] == [0, 1, 2, 2] and again[3] == again[2]
-    assert (folder / "finished").exists() and [folder] == list((tmp_path / "runs").iterdir())
+    assert before == {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    [own] = (path for path in (tmp_path / "runs").iterdir() if path != folder)
+    [again] = rows(own / "metrics.jsonl")
+    assert again == [row for row in rows(folder / "metrics.jsonl") if "val/reward" in row][-1]
+    assert own.name.endswith("-val") and (own / "validation" / "step_000002.jsonl").is_file()
+    [start] = rows(own / "starts.jsonl")
+    assert start["resumed_from"] == str(folder / "checkpoints" / "step_000002")

@@ -13,7 +13,8 @@ from fastgrpo.checkpoint import disk, folders
 from fastgrpo.checkpoint.disk import file_sizes, remove_tree, write_durably
 from fastgrpo.checkpoint.folders import Manifest, commit, find_checkpoints, point_to_best, read_manifest, retire
 from fastgrpo.checkpoint.identity import model_fingerprint
-from fastgrpo.checkpoint.resume import check_resume, newest_run
+from fastgrpo.checkpoint.resume import check_resume
+from fastgrpo.checkpoint.runs import runs_of
 from fastgrpo.config import DataConfig, RunConfig, TrainerConfig, changed_options, to_document
 from fastgrpo.config.build import option_keys
 from fastgrpo.config.resume import COMPARED, FIXED, FREE, IDENTITY
@@ -154,15 +155,15 @@ def test_a_removal_that_is_cut_short_leaves_no_half_checkpoint(tmp_path: Path, m
     assert file_sizes(tmp_path) == {"latest": 12}
 
 
-def test_newest_run_is_by_the_name(tmp_path: Path) -> None:
-    assert newest_run(tmp_path / "nowhere", "a") is None
-    for name in ("a-20261130-101500", "a-20261130-101500-2", "a-20261130-101500-10", "a-20261129-235959"):
+def test_runs_are_ordered_by_the_name(tmp_path: Path) -> None:
+    assert runs_of(tmp_path / "nowhere", "a") == []
+    names = ["a-20261130-101500-10", "a-20261130-101500-2", "a-20261130-101500", "a-20261129-235959"]
+    for name in sorted(names):
         (tmp_path / name).mkdir()
-    for other in ("ab-20261201-000000", "a-b-20261201-000000", "a-20261201", "a-20261201-000000-x"):
+    for other in ("ab-20261201-000000", "a-b-20261201-000000", "a-20261201", "a-20261201-000000-val"):
         (tmp_path / other).mkdir()
     (tmp_path / "a-20261231-000000").write_text("a file")
-    found = newest_run(tmp_path, "a")
-    assert found is not None and found.name == "a-20261130-101500-10"
+    assert [path.name for path in runs_of(tmp_path, "a")] == names
 
 
 def test_the_way_back_keeps_what_is_later_aside(tmp_path: Path) -> None:
@@ -290,7 +291,7 @@ def test_paths_that_lead_to_no_checkpoint(tmp_path: Path) -> None:
         return str(refused.value)
 
     assert "there is no folder" in refusal(tmp_path / "nowhere")
-    assert "holds no complete checkpoint in checkpoints/" in refusal(tmp_path)
+    assert "neither a checkpoint (it has no checkpoint.json) nor a run" in refusal(tmp_path)
     (make(tmp_path / "checkpoints", 10) / "state" / "__0_0.distcp").unlink()
     assert "state/__0_0.distcp is missing" in refusal(tmp_path)
     assert "is no complete checkpoint: state/__0_0.distcp is missing" in refusal(

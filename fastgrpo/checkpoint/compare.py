@@ -1,0 +1,58 @@
+"""Why a checkpoint cannot be continued by this configuration: options that changed, and what options do not show, the
+data, the models, the code of rewards, the length of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from fastgrpo.checkpoint.folders import Manifest
+from fastgrpo.checkpoint.identity import Identity
+from fastgrpo.config import RunConfig, Schedule, changed_options
+
+
+def objections(manifest: Manifest, config: RunConfig, identity: Identity | None, total_steps: int | None) -> list[str]:
+    """A line for each reason. Before anything is loaded (`identity` or `total_steps` None) the options alone speak."""
+    reasons = changed_options(manifest.config, config)
+    if identity is None or total_steps is None:
+        return reasons
+    return reasons + _other_material(manifest, config, identity, total_steps)
+
+
+def made_by(manifest: Manifest, config: RunConfig) -> bool:
+    """Whether a run with this very configuration saved it, up to what does not change the result; trainer.resume_allow
+    excuses nothing, since what it names may have been changed a second time."""
+    same_place = manifest.config.get("trainer", {}).get("resume") == config.trainer.resume
+    return same_place and not changed_options(manifest.config, config, allowed=())
+
+
+def _other_material(manifest: Manifest, config: RunConfig, identity: Identity, total_steps: int) -> list[str]:
+    before, now = manifest.identity, asdict(identity)
+    reasons = []
+    if before["data"] != now["data"]:
+        reasons.append(
+            "the training prompts have changed: their tokens, references or order, or the names of data.train_files, "
+            f"which seed the samples ({before['prompts']} prompts then, {now['prompts']} now)"
+        )
+    if before["model"] != now["model"]:
+        reasons.append(f"model.path={config.model.path} holds another model than the run began with")
+    if before["reference"] != now["reference"]:
+        reasons.append("the reference policy is another one (ref.path, model.path)")
+    reasons += _changed_code(before["reward_code"], now["reward_code"], config.trainer.resume_allow)
+    if config.actor.optim.lr_scheduler_type != Schedule["constant"] and manifest.total_steps != total_steps:
+        reasons.append(
+            f"the run had {manifest.total_steps} steps and would have {total_steps}, which moves the learning rate of "
+            f"{config.actor.optim.lr_scheduler_type}"
+        )
+    if manifest.step > total_steps:
+        reasons.append(f"it has done {manifest.step} steps and {total_steps} are wanted (trainer.max_steps)")
+    return reasons
+
+
+def _changed_code(before: Mapping[str, str], now: Mapping[str, str], allowed: list[str]) -> list[str]:
+    keys = {label: f"reward.functions.{label}.path" for label in now if before.get(label) != now[label]}
+    return [
+        f"the code of reward {label} has changed (allow it: trainer.resume_allow=[{key}])"
+        for label, key in keys.items()
+        if key not in allowed
+    ]

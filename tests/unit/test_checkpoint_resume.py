@@ -1,0 +1,177 @@
+"""Which run is gone on with, from which checkpoint: what each start finds, in folders that runs have left."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from fastgrpo.checkpoint import Identity, Start, check_resume, find_start
+from fastgrpo.checkpoint.folders import Manifest, best_of, commit, find_checkpoints
+from fastgrpo.config import ActorConfig, OptimConfig, RunConfig, TrainerConfig, to_document
+from fastgrpo.errors import ConfigError
+from fastgrpo.history import go_back
+
+STEPS = 40
+ALONE: Any = SimpleNamespace(is_main=True, broadcast=lambda answer: answer)
+IDENTITY = Identity(data="d", prompts=8, model="m", reference=None, reward_code={})
+OLD, NEW, NEWEST = "e-20261130-101500", "e-20261130-111500", "e-20261130-121500"
+
+
+def configured(run_dir: Path, *, lr: float = 1e-6, **trainer: Any) -> RunConfig:
+    options: dict[str, Any] = {"run_dir": str(run_dir), "experiment_name": "e", **trainer}
+    return RunConfig(trainer=TrainerConfig(**options), actor=ActorConfig(optim=OptimConfig(lr=lr)))
+
+
+def checkpoint(root: Path, step: int, by: RunConfig, metric: float | None = None) -> Path:
+    part = root / f"step_{step:06d}.part"
+    part.mkdir(parents=True)
+    return commit(part, Manifest(step, STEPS, 2, to_document(by), asdict(IDENTITY), {}, metric, {}))
+
+
+def run_folder(run_dir: Path, name: str, *steps: int, by: RunConfig | None = None, finished: int = 0) -> Path:
+    folder = run_dir / name
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}\n")
+    for step in steps:
+        checkpoint(folder / "checkpoints", step, by or configured(run_dir))
+    if finished:
+        (folder / "finished").write_text(f"{finished}\n")
+    return folder
+
+
+def start(config: RunConfig) -> Start:
+    check_resume(config)
+    found, lock = find_start(config, ALONE, IDENTITY, STEPS)
+    if lock is not None:
+        lock.release()
+    return found
+
+
+def test_a_start_beside_a_live_run_hides_nothing(tmp_path: Path) -> None:
+    """The same job twice: the second begins beside the first, is stopped before its first save, and is forgotten."""
+    live = run_folder(tmp_path, OLD, 10, 20)
+    with FileLock(live / ".lock"):
+        beside = start(configured(tmp_path))
+        again = start(configured(tmp_path))
+    for found in (beside, again):
+        assert found.checkpoint is None and found.folder not in (live,) and found.step == 0
+        assert f"{live} is being written by another process" in found.said
+        assert found.said[-1] == f"a new run: {found.folder}"
+    assert beside.folder != again.folder
+    resumed = start(configured(tmp_path))
+    assert (resumed.folder, resumed.step) == (live, 20)
+    assert f"{beside.folder} holds no complete checkpoint" in resumed.said
+
+
+def test_a_stopped_run_is_found_behind_one_that_is_live(tmp_path: Path) -> None:
+    stopped, live = run_folder(tmp_path, OLD, 10), run_folder(tmp_path, NEW, 30)
+    with FileLock(live / ".lock"):
+        assert start(configured(tmp_path)).folder == stopped
+        other = start(configured(tmp_path, lr=1.0))  # whatever the options are: a new run beside the live one
+    assert other.checkpoint is None
+    assert "actor.optim.lr was 1e-06 and is 1.0" in "\n".join(other.said)
+    other.folder.joinpath(".lock").unlink(missing_ok=True)
+    other.folder.rmdir()
+    with pytest.raises(ConfigError, match=r"actor\.optim\.lr was 1e-06 and is 1\.0"):
+        start(configured(tmp_path, lr=1.0))
+
+
+@pytest.mark.parametrize(("finished", "expected"), [(STEPS, None), (STEPS - 10, NEW)])
+def test_a_newer_run_that_is_finished_ends_the_search(finished: int, expected: str | None, tmp_path: Path) -> None:
+    run_folder(tmp_path, OLD, 10)
+    run_folder(tmp_path, NEW, 20, finished=finished)
+    run_folder(tmp_path, NEWEST)
+    found = start(configured(tmp_path))
+    assert found.folder.name == expected if expected else found.checkpoint is None
+    assert (f"{tmp_path / NEW} is finished" in found.said) == (expected is None)
+
+
+@pytest.mark.parametrize("resume", ["auto", OLD, f"{OLD}/checkpoints/step_000010"])
+def test_validation_has_a_folder_of_its_own(resume: str, tmp_path: Path) -> None:
+    """Also of a run that is being written; later searches do not see it."""
+    live = run_folder(tmp_path, OLD, 10, 20)
+    path = resume if resume == "auto" else str(tmp_path / resume)
+    with FileLock(live / ".lock"):
+        found = [start(configured(tmp_path, resume=path, val_only=True)) for _ in range(2)]
+    step = 10 if "step" in resume else 20
+    for each in found:
+        assert each.checkpoint == live / "checkpoints" / f"step_0000{step}" and each.folder.parent == tmp_path
+        assert "-val" in each.folder.name
+        assert each.said == (f"validating {live} after step {step} in {each.folder}",)
+    assert found[0].folder != found[1].folder
+    assert start(configured(tmp_path)).folder == live
+
+
+def test_validation_of_a_finished_run_is_by_its_path(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, OLD, STEPS, finished=STEPS)
+    found = start(configured(tmp_path, val_only=True))
+    assert found.checkpoint is None and f"trainer.resume={run} validates its last checkpoint" in found.said[0]
+    assert start(configured(tmp_path, val_only=True, resume=str(run))).step == STEPS
+
+
+def test_a_requeued_command_does_not_begin_at_its_checkpoint_again(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, OLD, 10, 20)
+    path = run / "checkpoints" / "step_000010"
+    command = configured(tmp_path, resume=str(path))
+    assert start(command).step == 10  # what is later was made by another command
+    go_back(run, 10)
+    checkpoint(run / "checkpoints", 15, command)
+    again = start(command)
+    assert (again.folder, again.step) == (run, 15)
+    assert f"trainer.resume={path}: this command began there, has come to step 15 and goes on" in again.said[0]
+    other = configured(tmp_path, resume=str(path), lr=1.0, resume_allow=["actor.optim.lr"])
+    assert start(other).step == 10  # another attempt, not the same one
+    (run / "finished").write_text(f"{STEPS}\n")
+    assert start(command).step == 10  # it has ended: nobody requeues it
+
+
+def test_a_copied_checkpoint_begins_a_new_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs"
+    run_dir.mkdir()
+    copied = checkpoint(tmp_path / "bak", 10, configured(run_dir))
+    for path in (copied, shutil.copytree(copied, tmp_path / "bak" / "good")):
+        command = configured(run_dir, resume=str(path))
+        found = start(command)
+        assert (found.checkpoint, found.step, found.folder.parent) == (path, 10, run_dir)
+        assert found.said == (f"resuming {path} after step 10 of 40, saved by 2 ranks, in {found.folder}",)
+    checkpoint(found.folder / "checkpoints", 15, command)
+    again = start(command)
+    assert (again.folder, again.step) == (found.folder, 15)
+    aside = found.folder / "aside-20261130-101500" / "checkpoints"
+    set_aside = checkpoint(aside, 12, command)
+    assert start(replace(command, trainer=replace(command.trainer, resume=str(set_aside)))).folder != aside.parent
+
+
+def test_pointers_and_the_word_finished_do_not_outlive_what_they_name(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, OLD, finished=40)
+    root, config = run / "checkpoints", configured(tmp_path)
+    for step, metric in ((10, 0.3), (20, 0.2), (30, 0.9), (40, 0.1)):
+        checkpoint(root, step, config, metric)
+    best = best_of(find_checkpoints(root).complete, "max")
+    assert best is not None
+    (root / "best").write_text(best.name + "\n")
+    (run / "model").mkdir()
+    go_back(run, 20, best_mode="max")
+    assert (root / "latest").read_text() == "step_000020\n" and (root / "best").read_text() == "step_000010\n"
+    assert not (run / "finished").exists() and not (run / "model").exists()
+    [aside] = run.glob("aside-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["checkpoints", "model"]
+    assert start(config).step == 20
+    (root / "best").write_text("step_000010\n")
+    go_back(run, 20, best_mode="min")
+    assert (root / "best").read_text() == "step_000020\n"
+    go_back(run, 5)
+    assert not list(root.iterdir())
+
+
+def test_a_finished_run_that_goes_on_keeps_its_model_until_the_next(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, OLD, 30, finished=30)
+    (run / "model").mkdir()
+    go_back(run, 30)
+    assert (run / "model").is_dir() and not (run / "finished").exists() and not list(run.glob("aside-*"))
