@@ -15,10 +15,14 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
+def existing_part(folder: Path) -> Path:
+    """`folder`, or the nearest of its parents that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
 def check_run_dir(run_dir: str) -> None:
     """Raises UserError when no run folder can be made in `run_dir`: better now than after the model is loaded."""
-    folder = Path(run_dir)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = existing_part(Path(run_dir))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(
             f"trainer.run_dir={run_dir}: cannot write into {existing}; set trainer.run_dir to a folder of yours"

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
+from fastgrpo.final_save import check_room
 from fastgrpo.provenance import describe_start
 from fastgrpo.report import Report
 from fastgrpo.stages import Stages
@@ -51,6 +52,7 @@ class Session:
 
     def __enter__(self) -> Self:
         run, s = self._run, self._run.stages
+        check_room(s.actor.policy, s.mesh, run.config.trainer)
         start, self._lock = find_start(run.config, s.mesh, s.identity, s.total_steps)  # held to the end
         if start.checkpoint is not None and start.manifest is not None:
             restore(start.checkpoint, start.manifest, s.actor.policy, s.actor.optimizer, run.stateful, s.mesh)

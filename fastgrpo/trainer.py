@@ -22,11 +22,12 @@ from functools import partial
 from typing import Any
 
 from fastgrpo.batch.mini_batches import MiniBatch, build_mini_batches, build_scoring_batches
-from fastgrpo.checkpoint import Stateful, save_trained
+from fastgrpo.checkpoint import Stateful
 from fastgrpo.clock import Clock
 from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.dump import dump_bad_update
 from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
+from fastgrpo.final_save import save_final
 from fastgrpo.gate import check_gap
 from fastgrpo.gpu import explaining_lack_of_memory
 from fastgrpo.groups import Groups, make_groups
@@ -111,9 +112,15 @@ class Trainer:
                 break
             session.report.step(self.step(), self._rows)
         if trainer.save_final:
-            folder = session.report.folder
-            with self.watchdog.stage("save"):
-                save_trained(s.actor.policy, s.tokenizer, folder, s.mesh, merged=trainer.save_merged)
+            save_final(
+                s.actor.policy,
+                s.tokenizer,
+                session.report.folder,
+                s.mesh,
+                merged=trainer.save_merged,
+                saving=partial(self.watchdog.stage, "save"),
+                check_stop=self.stopper.check,
+            )
 
     def step(self) -> StepRecord:
         """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""

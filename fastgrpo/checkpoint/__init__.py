@@ -13,7 +13,7 @@ A part of the run that has state besides masters and optimizer is `Stateful`, an
 from fastgrpo.checkpoint.amend import amend
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
-from fastgrpo.checkpoint.model import save_model, save_trained
+from fastgrpo.checkpoint.model import save_model, save_trained, trained_bytes
 from fastgrpo.checkpoint.restore import Stateful, restore
 from fastgrpo.checkpoint.resume import Start, check_resume, find_start
 from fastgrpo.checkpoint.runs import CHECKPOINTS, FINISHED
@@ -34,4 +34,5 @@ __all__ = [
     "restore",
     "save_model",
     "save_trained",
+    "trained_bytes",
 ]

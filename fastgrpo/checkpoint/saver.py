@@ -33,14 +33,13 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.checkpoint import host_memory
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
 from fastgrpo.checkpoint.folders import Manifest, commit, point_to_best, retire, step_folder
-from fastgrpo.checkpoint.model import write_trained
+from fastgrpo.checkpoint.model import trained_bytes, write_trained
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
     copy_to_host,
     full_masters,
     local,
     plan_files,
-    trained_parameters,
     training_tensors,
     write_index,
     write_shard,
@@ -169,7 +168,7 @@ class Saver:
         plans = [share.plan for share in shares if share.plan is not None]
         remove_tree(part)
         part.mkdir(parents=True, mode=0o700)
-        self._check_room(part, sum(share.size for share in shares) + self._model_bytes())
+        self._check_room(part, sum(share.size for share in shares) + trained_bytes(self._policy))
         return plan_files(part / "state", plans)
 
     def _check_room(self, folder: Path, needed: int) -> None:
@@ -179,11 +178,6 @@ class Saver:
                 f"a checkpoint takes {needed / _GIB:.3g} GiB and {free / _GIB:.3g} GiB are free in {folder.parent}; "
                 "free some, or set trainer.max_ckpt_to_keep lower or trainer.run_dir elsewhere"
             )
-
-    def _model_bytes(self) -> int:
-        parameters = trained_parameters(self._policy.module)
-        width = 4 if self._policy.lora else self._policy.stored_dtype.itemsize
-        return sum(parameter.numel() for _, parameter in parameters) * width
 
     # Writer thread ---------------------------------------------------------------------------------------------------
 

@@ -52,12 +52,12 @@ def die_before_latest_moves() -> None:
 
 def die_before_the_final_model() -> None:
     """When the last checkpoint is complete."""
-    from fastgrpo import trainer
+    from fastgrpo import final_save
     from fastgrpo.checkpoint import saver
 
     save = saver.Saver.save
     saver.Saver.save = lambda self, manifest, state, wait: save(self, manifest, state, wait=True)
-    _before(trainer, "save_trained", _die_at(1))
+    _before(final_save, "save_trained", _die_at(1))
 
 
 def stop_after_each_step() -> None:
@@ -153,6 +153,43 @@ def move_the_run_folder_in_step_3() -> None:
         original(self, *args)
 
     Report.step = step
+
+
+def _full_disk_for_the_model(last: int) -> None:
+    """As safetensors says it, when a part of the folder is written."""
+    from safetensors import SafetensorError
+
+    from fastgrpo import final_save
+    from fastgrpo.policy import weights
+
+    def action(calls: int) -> None:
+        if calls <= last:
+            raise SafetensorError("Error while serializing: IoError(Os { code: 28, StorageFull })")
+
+    final_save.RETRY_S, final_save.WAIT_FOR_ROOM_S = 0.1, 1.0
+    _before(weights, "save_file", action)
+
+
+def full_disk_for_the_model_once() -> None:
+    _full_disk_for_the_model(1)
+
+
+def full_disk_for_the_model() -> None:
+    _full_disk_for_the_model(99)
+
+
+def full_disk_for_the_model_and_stopped() -> None:
+    from fastgrpo import final_save
+
+    _full_disk_for_the_model(1)
+    final_save.WAIT_FOR_ROOM_S = 60.0
+    _before(final_save, "_sleep", lambda calls: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def no_room_for_the_model() -> None:
+    from fastgrpo import final_save
+
+    final_save.free_bytes = lambda folder: 100_000
 
 
 def stop_before_step_1() -> None:

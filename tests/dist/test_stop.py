@@ -133,3 +133,35 @@ def test_a_run_folder_that_moves_is_noticed(runs: SmallRuns, tiny_model: Path, t
     assert [row["step"] for row in rows(folder)] == [3, 4]
     assert {"config.yaml", "model", "finished", "rollouts"} < {path.name for path in folder.iterdir()}
     assert checkpoints(folder) == ["latest", "step_000003", "step_000004"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "status", "said"),
+    [
+        ("full_disk_for_the_model_once", 0, "THE TRAINED MODEL IS NOT SAVED YET: rank 0 could not save "),
+        ("full_disk_for_the_model", 1, "OSError: THE TRAINED MODEL IS NOT SAVED: rank 0 could not save "),
+        ("full_disk_for_the_model_and_stopped", SAVED, "stopped by SIGTERM after step 4; trainer.resume=auto goes on"),
+    ],
+)
+def test_a_full_disk_at_the_end(
+    faults: str, status: int, said: str, runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    """No checkpoint was saved before: all steps are in the model alone, so it is tried again."""
+    configured = document(tmp_path, tiny_model, trainer__save_freq=-1, trainer__logger=["console"])
+    run = runs.start(1, configured, faults=faults)
+    assert run.wait() == [status], run.output()
+    assert said in run.output() and "SafetensorError" in run.output()
+    [folder] = tmp_path.iterdir()
+    assert (folder / "model").exists() == (folder / "finished").exists() == (status == 0)
+    assert not (folder / "model.part").exists()
+    if status == SAVED:
+        assert checkpoints(folder) == ["latest", "step_000004"]
+
+
+def test_a_model_that_will_not_fit_is_refused_before_training(
+    runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    run = runs.start(1, document(tmp_path, tiny_model), faults="no_room_for_the_model")
+    assert run.wait() == [2]
+    assert "trainer.save_final: the trained model takes 0.00" in run.output() and list(tmp_path.iterdir()) == []
+    runs.start(1, document(tmp_path, tiny_model, trainer__save_final=False), faults="no_room_for_the_model").finish()

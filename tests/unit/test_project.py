@@ -31,7 +31,7 @@ LAYERS = [
     {"groups", "outage", "val_metrics", "watchdog"},
     {"policy", "reward", "data", "gate", "plan"},
     {"rollout", "checkpoint", "gpu"},
-    {"evaluate", "dump"},
+    {"evaluate", "dump", "final_save"},
     {"history", "provenance", "run_files"},
     {"report", "summary"},
     {"stages"},
