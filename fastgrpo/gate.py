@@ -18,6 +18,10 @@ CAUSES = (
     "likely causes: the engine holds other weights than the trainer (a failed or partial sync, a stale prefix cache), "
     "another temperature, or a layer that the engine computes differently (quantised weights, another rope scaling)"
 )
+NOT_FINITE = (
+    "the weights hold numbers that are not finite (look at model.path, or at the checkpoint that was resumed), or the "
+    "forward overflows (actor.dtype, rollout.dtype)"
+)
 
 
 def check_gap(sums: Mapping[str, float], config: RunConfig) -> str | None:
@@ -31,6 +35,8 @@ def check_gap(sums: Mapping[str, float], config: RunConfig) -> str | None:
     shown = (
         f"mean |trainer - sampler| logprob {absolute:.4f}, mean {signed:+.4f}, largest {sums['gap_abs_max']:.2f} nats"
     )
+    if math.isnan(absolute):
+        raise RuntimeError(f"logprobs are not finite (NaN) among {tokens:.0f} tokens: {NOT_FINITE}")
     if exceeded := _exceeded(absolute, signed, limit):
         raise RuntimeError(f"engine and trainer disagree over {tokens:.0f} tokens: {shown} ({exceeded}); {CAUSES}")
     return f"engine and trainer drift apart: {shown}; {CAUSES}" if absolute > WARN_ABS else None

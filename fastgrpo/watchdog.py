@@ -3,7 +3,7 @@
     this rank raises            -->  key `aborted` (the first rank that writes it speaks; the error goes on from there)
     a stage outlasts its limit  -->  the same, and the stacks of all threads
     a save outlasts trainer.shutdown_timeout_s after a signal  -->  the same
-    a neighbour's `beat/<rank>` stands still  -->  the same
+    a neighbour's `beat/<rank>` stands still (after a signal: for 10 s)  -->  the same
     `aborted`, of another rank  -->  one line, os._exit: the main thread may hang in a collective that nobody will join
 
                  rank 0 ...... collective ...... (hangs)            rank 1 ...... raises
@@ -25,16 +25,17 @@ from operator import attrgetter
 from pathlib import Path
 
 from fastgrpo import whereabouts
-from fastgrpo.config import LimitsConfig
+from fastgrpo.config import BEAT_S, LimitsConfig
 from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh, Store, open_store
 from fastgrpo.redact import redact
 from fastgrpo.stopping import Stopped, Stopper
 
 ENDED = 70  # exit status (EX_SOFTWARE) of a rank that was ended here
-POLL_S = 0.5  # between two looks
+POLL_S = BEAT_S  # between two looks
 GRACE_S = 3.0  # for the rank that failed to print its traceback, before torchrun sees the others end
 WAITING_S = 3.0  # longer for a rank that waits for the others: the one they wait for shall be the one reported
+ASKED_SILENCE_S = 10.0  # of a neighbour, after a signal: torchrun kills what is left 30 s after a rank has died
 _LONGEST_S = 60.0  # for the thread to end this process; a store that answers nobody may hold it
 FAULTS = "faults"  # folder in the run folder: stacks and dumps, for a bug report
 
@@ -145,7 +146,7 @@ class Watchdog:
                     self._end(f"the job's key-value store has gone with the process that held it ({error})")
 
     def _look(self, store: Store | None, looks: int) -> None:
-        self._end_for(store, self._overdue())
+        self._end_for(store, *self._overdue())
         if store is None:
             return
         store.set(f"beat/{self._mesh.rank}", str(looks))
@@ -156,15 +157,16 @@ class Watchdog:
             if not self._over.wait(GRACE_S):
                 self._end(f"ended, because rank {culprit} has failed: {why}")
 
-    def _end_for(self, store: Store | None, why: str | None) -> None:
-        """End the run for `why`, unless another rank was first."""
+    def _end_for(self, store: Store | None, why: str | None, at_length: str | None = None) -> None:
+        """End the run for `why`, unless another rank was first. `at_length`: what this rank alone says of it."""
         if why and self._claim(store, why):
-            self._write_stacks(why, show=True)
+            self._write_stacks(at_length or why, show=True)
             if store is not None:
                 time.sleep(2 * POLL_S)  # the others must have read it, should the store end with this rank
-            self._end(f"{why}; the run ends")
+            self._end(f"{at_length or why}; the run ends")
 
-    def _overdue(self) -> str | None:
+    def _overdue(self) -> tuple[str | None, str | None]:
+        """Which stage outlasts its limit: in short, and with where in it this rank is."""
         for stage, begun in tuple(self._stages):
             limit, option, seconds = self._limits[stage], f"limits_s.{LIMITS[stage]}", time.monotonic() - begun
             asked_at = self._stopper.asked_at
@@ -177,11 +179,10 @@ class Watchdog:
             if self._mesh.world > 1 and seconds <= limit + WAITING_S and whereabouts.waits_for_others(frames):
                 continue
             place = whereabouts.describe(frames)
-            return (
-                f"rank {self._mesh.rank} has been in stage {stage} for {seconds:.0f} s"
-                f"{f' ({place})' if place else ''}; trainer.{option}={limit:g}"
-            )
-        return None
+            what = f"rank {self._mesh.rank} has been in stage {stage} for {seconds:.0f} s"
+            limited = f"; trainer.{option}={limit:g}"
+            return f"{what}{limited}", f"{what}{f' ({place})' if place else ''}{limited}"
+        return None, None
 
     def _silent_neighbour(self, store: Store) -> str | None:
         """Each rank listens to the next: the work does not grow with the number of ranks."""
@@ -190,12 +191,12 @@ class Watchdog:
         beat, now = store.get(key).decode() if store.check([key]) else "", time.monotonic()
         if beat != self._heard[0] or not self._heard[1]:
             self._heard = beat, now
-        if self._heartbeat_s is None or store.check([f"left/{neighbour}"]) or now - self._heard[1] <= self._heartbeat_s:
+        silent_s, limit = now - self._heard[1], self._heartbeat_s
+        asked = self._stopper.asked_at is not None and silent_s > ASKED_SILENCE_S
+        if store.check([f"left/{neighbour}"]) or not (asked or (limit is not None and silent_s > limit)):
             return None
-        return (
-            f"rank {neighbour} has not been heard of for {now - self._heard[1]:.0f} s "
-            f"(trainer.limits_s.heartbeat={self._heartbeat_s:g})"
-        )
+        option = "" if asked or limit is None else f" (trainer.limits_s.heartbeat={limit:g})"
+        return f"rank {neighbour} has not been heard of for {silent_s:.0f} s{option}"
 
     def _claim(self, store: Store | None, why: str) -> bool:
         """Whether this rank is the first to fail; a run of one rank always is."""
@@ -210,9 +211,10 @@ class Watchdog:
         return store.get(key).decode() if store.check([key]) else "see its message"
 
     def _write_stacks(self, why: str, *, show: bool) -> None:
-        text = f"{why}\n\n{whereabouts.stacks()}"
-        if show:
-            os.write(2, f"fastgrpo: {text}\n".encode())
+        stacks = whereabouts.stacks()
+        text = f"{why}\n\n{stacks}"
+        if show:  # why: in this rank's last line
+            os.write(2, f"fastgrpo: stacks of rank {self._mesh.rank}\n\n{stacks}\n".encode())
         if (faults := self.faults) is not None:
             _briefly(lambda: _write(faults, f"stacks_rank{self._mesh.rank}.txt", text))
 

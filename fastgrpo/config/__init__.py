@@ -19,6 +19,7 @@ from fastgrpo.config.resume import changed_options, leaves
 from fastgrpo.config.reward_schema import AnswerMode, RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
 from fastgrpo.config.rules import check, check_model
 from fastgrpo.config.schema import (
+    BEAT_S,
     ActorConfig,
     AdvEstimator,
     AlgorithmConfig,
@@ -57,6 +58,7 @@ from fastgrpo.config.schema import (
 )
 
 __all__ = [
+    "BEAT_S",
     "ActorConfig",
     "AdvEstimator",
     "AlgorithmConfig",

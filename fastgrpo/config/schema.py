@@ -240,6 +240,9 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
 
+BEAT_S = 0.5  # between two signs that a rank gives of itself
+
+
 @dataclass(kw_only=True, slots=True)
 class LimitsConfig:
     """Seconds after which the run is taken for hung and ended, with the stacks of its threads; null: none."""

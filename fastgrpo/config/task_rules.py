@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from fastgrpo.config.layout import Layout
-from fastgrpo.config.schema import RunConfig
+from fastgrpo.config.schema import BEAT_S, RunConfig
 from fastgrpo.config.wording import at
 
+LEAST_HEARTBEAT_S = 4 * BEAT_S
 LOGGERS = ("console", "tensorboard", "wandb")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -137,3 +138,12 @@ def rollouts_are_cut_before_the_watchdog_ends_them(c: RunConfig, layout: Layout)
         limit = attrgetter(key)(c)
         if cut is not None and limit is not None and cut >= limit:
             yield f"rollout.max_seconds={cut:g} is not below {key}={limit:g}, which ends the run; set it lower"
+
+
+def heartbeat_outlasts_some_beats(c: RunConfig, layout: Layout) -> Iterator[str]:
+    limit = c.trainer.limits_s.heartbeat
+    if limit is not None and 0 < limit < LEAST_HEARTBEAT_S:
+        yield (
+            f"trainer.limits_s.heartbeat={limit:g}: ranks give a sign every {BEAT_S} s, and a busy one a little late; "
+            f"set {LEAST_HEARTBEAT_S:g} or more (60 is the default), or null for no limit"
+        )

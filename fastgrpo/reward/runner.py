@@ -32,6 +32,7 @@ from fastgrpo.records import RewardRequest
 from fastgrpo.reward.function import Outcome, RewardFunction, arguments_of
 from fastgrpo.reward.process import Job, Nursery, WorkerProcess
 from fastgrpo.reward.signature import Form
+from fastgrpo.whereabouts import listed
 
 _MESSAGE_S = 0.02  # work that one message should hold
 _MESSAGE_JOBS = 64  # and the most jobs in it
@@ -110,8 +111,12 @@ class RewardRunner:
 
     def whereabouts(self) -> str:
         """What the workers are at, for a report on a hang (whereabouts.py); from another thread."""
-        at = [(str(self.functions[w.jobs[0][0]]), w.jobs[0][1]) for w in tuple(self._workers) if w.jobs]
-        return "; ".join(f"{function} at sample {sample} of this rank" for function, sample in at)
+        at = [w.jobs[0] for w in tuple(self._workers) if w.jobs]
+        samples = {function: sorted(sample for f, sample in at if f == function) for function, _ in at}
+        return "; ".join(
+            f"{self.functions[function]} at sample{'s' * (len(found) > 1)} {listed(found)} of this rank"
+            for function, found in samples.items()
+        )
 
     def close(self) -> None:
         """End the workers. A later `outcomes` would start new ones."""

@@ -122,6 +122,12 @@ BROKEN = [
         {"rollout.max_seconds": 90.0, "trainer.limits_s.gen": 60.0},
         ["rollout.max_seconds=90 is not below trainer.limits_s.gen=60", "set it lower"],
     ),
+    (
+        "heartbeat_outlasts_some_beats",
+        1,
+        {"trainer.limits_s.heartbeat": 0.4},
+        ["trainer.limits_s.heartbeat=0.4", "every 0.5 s", "set 2 or more"],
+    ),
     ("validation_is_there", 1, {"trainer.val_only": True}, ["trainer.val_only=true", "list what is to be validated"]),
     (
         "validation_is_there",

@@ -50,12 +50,16 @@ def test_above_three_hundredths_it_warns():
         ([0.02, -0.01], 0.001, r"max_logprob_gap=0\.001"),
         ([0.5, -0.5], 0.4, r"largest 0\.50 nats"),
         ([math.inf, 0.0], 0.1, "logprob inf"),
-        ([math.nan, 0.0], 0.1, "logprob nan"),
     ],
 )
 def test_beyond_its_limits_it_stops(gaps, limit, words):
     with pytest.raises(RuntimeError, match=rf"engine and trainer disagree.*{words}.*likely causes"):
         check_gap(sums_of(gaps), config_of(limit))
+
+
+def test_logprobs_that_are_no_numbers_are_no_disagreement():
+    with pytest.raises(RuntimeError, match=r"^logprobs are not finite \(NaN\) among 2 tokens: the weights hold"):
+        check_gap(sums_of([math.nan, 0.0]), config_of())
 
 
 def test_a_wider_limit_lets_noise_pass_but_no_shift():

@@ -79,3 +79,21 @@ def test_a_reward_names_the_sample_that_it_hangs_at() -> None:
     thread.join()
     runner.close()
     assert said.startswith("reward ") and said.endswith(" at sample 2 of this rank")
+
+
+def test_a_function_that_hangs_at_several_samples_is_named_once() -> None:
+    def slow(response: str) -> float:
+        time.sleep(1)
+        return 1.0
+
+    runner = RewardRunner([build_callable(slow)], 2, 10.0)
+    runner.start()
+    thread = threading.Thread(target=runner.outcomes, args=([RewardRequest("p", text, None, {}, 0) for text in "ab"],))
+    thread.start()
+    deadline, said = time.monotonic() + 8, ""
+    while "samples" not in said and time.monotonic() < deadline:
+        time.sleep(0.02)
+        said = runner.whereabouts()
+    thread.join()
+    runner.close()
+    assert said.startswith("reward ") and said.endswith(" at samples 0, 1 of this rank") and said.count(" at ") == 1
