@@ -16,7 +16,9 @@ wait for a collective (a save that failed, a signal) travel through the job's ke
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -119,7 +121,8 @@ def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh
     """
     owns_process_group = not dist.is_initialized()
     if owns_process_group:
-        _init_process_group(device_type)
+        with _one_prefix():
+            _init_process_group(device_type)
     require_backends(device_type, str(dist.get_backend_config()))
     world, rank = dist.get_world_size(), dist.get_rank()
     for name, size in (("sp", sp), ("tp", tp), ("replicas", replicas)):
@@ -182,6 +185,16 @@ def require_backends(device_type: str, backends: str) -> None:
             f"the process group serves {backends}, this run needs the CPU and {device_type}: start it with "
             f'init_process_group("{"cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"}")'
         )
+
+
+@contextmanager
+def _one_prefix() -> Iterator[None]:
+    """torch puts "[rank0]: " before each line of a traceback, by a hook around the hook that is there: once more at
+    every process group of a process, and for nothing where there is one rank."""
+    hook = sys.excepthook
+    yield
+    if dist.get_world_size() == 1 or hook.__module__ == sys.excepthook.__module__:
+        sys.excepthook = hook
 
 
 def _init_process_group(device_type: str) -> None:

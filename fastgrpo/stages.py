@@ -21,6 +21,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from fastgrpo import console, hub
 from fastgrpo.algorithm.kl_control import KlController
 from fastgrpo.batch.mini_batches import MiniBatch, Share
+from fastgrpo.best_metric import check_best_metric
 from fastgrpo.checkpoint import Identity, identify
 from fastgrpo.config import (
     Dtype,
@@ -52,6 +53,7 @@ from fastgrpo.reward import Rewards, build_rewards
 from fastgrpo.rollout import build_engine
 from fastgrpo.rollout.engine import RolloutEngine, engine_dtype, reports_logprobs
 from fastgrpo.rollout.lengths import LengthHistory
+from fastgrpo.val_metrics import set_of
 
 log = logging.getLogger("fastgrpo")
 
@@ -118,6 +120,7 @@ def build_stages(
     else:
         train = prompts_from_python(prompts, tokenizer, config.data)
     val = load_prompts(config.data, tokenizer, split="val", seed=seed)
+    check_best_metric(config, {set_of(prompt.uid) for prompt in val.prompts})
     steps = total_steps(config, len(train))
     order = PromptOrder(train, config.data.gen_batch_size or layout.prompts_per_step, seed, config.data.shuffle)
     for note in (*notes(config), *rewards.notes):

@@ -27,11 +27,16 @@ _TOLERANCE = 1e-9  # weighted sums of 0.7 and 0.3 may miss 1 by rounding
 
 
 def by_set(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-    """Set name -> its samples, in order. A uid is <set>/val/<row>."""
+    """Set name -> its samples, in order."""
     sets: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
-        sets[sample.rollout.uid.rsplit("/", 2)[0]].append(sample)
+        sets[set_of(sample.rollout.uid)].append(sample)
     return dict(sets)
+
+
+def set_of(uid: str) -> str:
+    """A uid is <set>/val/<row>; a set's name may have slashes of its own."""
+    return uid.rsplit("/", 2)[0]
 
 
 def set_metrics(samples: Sequence[Sample], pass_score: float) -> dict[str, float]:

@@ -231,3 +231,26 @@ def test_one_mesh_after_the_other_in_one_process():
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.split() == ["0", "1"], done.stderr
+
+
+PREFIXES = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from fastgrpo.mesh import _one_prefix, build_mesh
+for _ in range(3):
+    if {world} == 1:
+        build_mesh("cpu", sp=1, tp=1).close()
+    else:
+        with _one_prefix():
+            dist.init_process_group("fake", store=FakeStore(), rank=1, world_size={world})
+        dist.destroy_process_group()
+raise RuntimeError("a mistake")
+"""
+
+
+@pytest.mark.parametrize(("world", "prefix"), [(1, ""), (2, "[rank1]: ")])
+def test_a_traceback_names_the_rank_once_and_only_where_there_are_several(world, prefix):
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    program = [sys.executable, "-c", PREFIXES.format(world=world)]
+    done = subprocess.run(program, env=alone, capture_output=True, text=True, timeout=120)
+    assert f"{prefix}RuntimeError: a mistake" in done.stderr.splitlines(), done.stderr

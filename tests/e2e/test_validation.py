@@ -11,6 +11,7 @@ from cases import one_process
 
 from fastgrpo import Trainer
 from fastgrpo.config import build
+from fastgrpo.errors import ConfigError
 from fastgrpo.val_metrics import pass_at_k
 
 
@@ -94,3 +95,9 @@ def test_the_best_checkpoint_is_by_a_sets_own_metric(tmp_path: Path, tiny_model:
     assert own.name.endswith("-val") and (own / "validation" / "step_000002.jsonl").is_file()
     [start] = rows(own / "starts.jsonl")
     assert start["resumed_from"] == str(folder / "checkpoints" / "step_000002")
+
+
+def test_a_best_metric_that_cannot_come_is_refused_before_anything_is_loaded(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)best_metric=val/hard/pass@7 is no metric of this run.*val/hard/pass@3"):
+        run(document(tmp_path, tiny_model, best_metric="val/hard/pass@7"))
+    assert not (tmp_path / "runs").exists()

@@ -29,7 +29,7 @@ LAYERS = [
     {"console", "hub", "mesh", "algorithm", "batch", "compose"},
     {"diff", "launch", "metrics", "stopping"},
     {"groups", "outage", "val_metrics", "watchdog"},
-    {"policy", "reward", "data", "gate", "plan"},
+    {"policy", "reward", "data", "gate", "plan", "best_metric"},
     {"rollout", "checkpoint", "gpu"},
     {"evaluate", "dump", "final_save"},
     {"history", "provenance", "run_files"},
