@@ -18,7 +18,7 @@ from fastgrpo.records import Prompt, Rollout, Sample, Sampling
 from fastgrpo.reward import Rewards
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.val_metrics import by_set, set_metrics
+from fastgrpo.val_metrics import by_set, set_metrics, status_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ def summarise(samples: Sequence[Sample], pass_score: float) -> Validation:
     mean = sum(totals) / len(totals) if totals else None
     rollouts = [sample.rollout for sample in samples]
     metrics = {
-        "val/scored": float(len(totals)),
-        "val/unscored": float(len(samples) - len(totals)),
+        **{f"val/{status}": count for status, count in status_counts(samples).items()},
         "val/response_length": sum(len(rollout.response_ids) for rollout in rollouts) / max(1, len(rollouts)),
         "val/truncated": sum(rollout.truncated for rollout in rollouts) / max(1, len(rollouts)),
     }

@@ -106,6 +106,9 @@ class RewardRequest:
     response_ids: bytes = b""  # int32 in the machine's order, its end token included
 
 
+STATUSES = ("scored", "unscored", "timeout", "error")  # of a Score, from best to worst
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """One sample's reward. `total` is None when any function of nonzero weight could not score it."""

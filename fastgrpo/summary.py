@@ -19,6 +19,7 @@ from fastgrpo.groups import Groups
 from fastgrpo.metrics import loss_metrics, ratio
 from fastgrpo.policy.actor import UpdateResult
 from fastgrpo.records import Rollout, Sample, StepRecord
+from fastgrpo.val_metrics import status_counts
 
 T = TypeVar("T")
 
@@ -72,9 +73,7 @@ def reward_metrics(samples: Sequence[Sample], groups: Groups) -> dict[str, float
     scored = groups.scores_N[~groups.scores_N.isnan()]
     num_groups = len(groups.means_P)
     signal_P = groups.advantages_N.view(num_groups, -1).ne(0).any(dim=1)
-    metrics = {f"reward/{status}": 0.0 for status in ("scored", "unscored", "timeout", "error")}
-    for sample in samples:
-        metrics[f"reward/{sample.score.status}"] += 1
+    metrics = {f"reward/{status}": count for status, count in status_counts(samples).items()}
     if scored.numel():
         metrics |= {
             "reward/mean": scored.mean().item(),

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
 
-from fastgrpo.records import Sample
+from fastgrpo.records import STATUSES, Sample
 
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution
 _TOLERANCE = 1e-9  # weighted sums of 0.7 and 0.3 may miss 1 by rounding
@@ -49,7 +49,7 @@ def set_metrics(samples: Sequence[Sample], pass_score: float) -> dict[str, float
     n = max(len(group) for group in groups.values())
     scored = [[s for s in group if s.score.total is not None] for group in groups.values()]
     means = [fmean(s.score.total or 0.0 for s in group) for group in scored if group]
-    metrics = {"scored": float(sum(map(len, scored))), "unscored": float(len(samples) - sum(map(len, scored)))}
+    metrics = status_counts(samples)
     metrics |= _named(f"mean@{n}", means, normal)
     passed = [[passes(s, pass_score) for s in group] for group in scored]
     for k in powers_of_2(n):
@@ -61,6 +61,14 @@ def set_metrics(samples: Sequence[Sample], pass_score: float) -> dict[str, float
         ]
         metrics |= _named(f"maj@{n}", votes, wilson)
     return metrics
+
+
+def status_counts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Samples of each status, as training counts them: `unscored` are those of which a function said None."""
+    counts = dict.fromkeys(STATUSES, 0.0)
+    for sample in samples:
+        counts[sample.score.status] += 1
+    return counts
 
 
 def passes(sample: Sample, pass_score: float) -> bool:

@@ -53,6 +53,29 @@ def reward_options_are_read(c: RunConfig, layout: Layout) -> Iterator[str]:
                 )
 
 
+_OF_SHAPE_OVERLONG = ("overlong_buffer_len", "overlong_penalty_factor")
+_OF_PATH = ("input", "device", "offload", "micro_batch_size_per_gpu", "label", "sigmoid", "max_length")
+_OF_URL = ("api_key_env", "max_retries")
+
+
+def reward_options_are_read_here(c: RunConfig, layout: Layout) -> Iterator[str]:
+    """Options that their kind reads in one of its forms only."""
+    default = RewardFunctionConfig()
+    for label, function in c.reward.functions.items():
+        key = f"reward.functions.{label}"
+        if function.kind == "length" and function.shape == "linear":
+            form, options = f"{key}.shape=linear", _OF_SHAPE_OVERLONG
+        elif function.kind == "model" and function.url is not None:
+            form, options = f"{key}.url", _OF_PATH
+        elif function.kind == "model":
+            form, options = f"{key}.path", _OF_URL
+        else:
+            continue
+        for option in options:
+            if (value := getattr(function, option)) != getattr(default, option):
+                yield f"{key}.{option}={value} is not read with {form}; take it out"
+
+
 def code_limits_fit(c: RunConfig, layout: Layout) -> Iterator[str]:
     for label, function in c.reward.functions.items():
         if function.kind != "code":
@@ -118,6 +141,14 @@ def length_reward_fits(c: RunConfig, layout: Layout) -> Iterator[str]:
             yield (
                 f"{key}.overlong_buffer_len={function.overlong_buffer_len} tokens must lie between 0 and the longest "
                 f"response, {longest}; DAPO's is a fifth of that: set {longest // 5}"
+            )
+        elif (
+            function.shape == "overlong" and not function.overlong_buffer_len and longest >= c.data.max_response_length
+        ):
+            yield (
+                f"{key}.overlong_buffer_len=0 with the limit at {longest} tokens, which no response is longer than, "
+                f"punishes nothing: each score is 0; set {key}.overlong_buffer_len={max(1, longest // 5)} (DAPO's "
+                f"is a fifth), a smaller {key}.max_length, or {key}.shape=linear"
             )
 
 

@@ -59,6 +59,7 @@ from fastgrpo.config.reward_rules import (
     reward_functions_are_complete,
     reward_is_given,
     reward_options_are_read,
+    reward_options_are_read_here,
 )
 from fastgrpo.config.schema import RunConfig
 from fastgrpo.config.secret_rules import options_hold_no_tokens
@@ -202,6 +203,7 @@ RULES: tuple[Rule, ...] = (
     best_metric_is_measured_at_checkpoints,
     reward_functions_are_complete,
     reward_options_are_read,
+    reward_options_are_read_here,
     code_limits_fit,
     judges_and_models_are_found,
     judges_and_models_can_run,

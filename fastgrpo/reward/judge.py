@@ -46,6 +46,8 @@ block:
 NUMBER
 ```"""
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_PLACES = ("prompt", "response", "reference", "max_score", "key")
+_PLACE = re.compile(r"(?<![\w\\{}\]])\{([A-Za-z_]\w*)\}(?!\})")  # not the arguments of a LaTeX command
 _VERDICTS = dict.fromkeys(("yes", "correct", "true", "pass", "right"), 1.0)
 _VERDICTS |= dict.fromkeys(("no", "incorrect", "false", "fail", "wrong"), 0.0)
 
@@ -54,7 +56,7 @@ def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardF
     option = f"reward.functions.{label}"
     template = DEFAULT_TEMPLATE if config.prompt_template is None else read_template(config.prompt_template, option)
     body = {"model": config.model, "temperature": config.temperature, "max_tokens": config.max_tokens}
-    url = f"{(config.url or '').rstrip('/')}/chat/completions"
+    url = (config.url or "").rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
     make = partial(
         Endpoint, url, authorization(config.api_key_env, f"{option}.api_key_env"), config.max_retries, setting.timeout_s
     )
@@ -63,7 +65,7 @@ def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardF
 
 
 def read_template(template: str, option: str) -> str:
-    """The text itself, or that of the file it names. ConfigError without {response}."""
+    """The text itself, or that of the file it names. ConfigError without {response}, and for a place that is none."""
     if "{" not in template:
         path = Path(template).expanduser()
         if not path.is_file():
@@ -73,6 +75,11 @@ def read_template(template: str, option: str) -> str:
         template = path.read_text(encoding="utf-8")
     if "{response}" not in template:
         raise ConfigError(f"{option}.prompt_template has no place for the answer; write {{response}} in it")
+    if unknown := [name for name in _PLACE.findall(template) if name not in _PLACES]:
+        known = ", ".join(f"{{{name}}}" for name in _PLACES)
+        raise ConfigError(
+            f"{option}.prompt_template has the place {{{unknown[0]}}}, which nothing fills; there are {known}"
+        )
     return template
 
 

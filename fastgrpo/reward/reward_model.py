@@ -77,8 +77,8 @@ class ModelReward:
 
         self._device = torch.device("cpu") if self._config.device == "cpu" else device
         self._model = _load_model(self._folder, self._device, f"reward.functions.{self.label}.path")
-        self._tokenizer = _load_tokenizer(self._folder)
-        self._column = _column(self._model, self._config.label, f"reward.functions.{self.label}.label")
+        self._tokenizer = _load_tokenizer(self._folder, f"reward.functions.{self.label}.path")
+        self._column = _column(self._model, self._config, f"reward.functions.{self.label}")
         self._longest = self._config.max_length or self._model.config.get_text_config().max_position_embeddings
         self._moves = self._device.type != "cpu" and self._config.offload
         if not self._moves:
@@ -147,6 +147,7 @@ class ModelReward:
 
 def _load_model(folder: Path, device: torch.device, option: str) -> PreTrainedModel:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -157,6 +158,8 @@ def _load_model(folder: Path, device: torch.device, option: str) -> PreTrainedMo
     except (ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{option}: {folder} is no sequence-classification model: {reason}") from None
+    except SafetensorError as error:
+        raise UserError(f"{option}: the weights in {folder} cannot be read ({error}); copy them there again") from None
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"])[:3])
         raise UserError(
@@ -166,22 +169,36 @@ def _load_model(folder: Path, device: torch.device, option: str) -> PreTrainedMo
     return model.eval()
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def _load_tokenizer(folder: Path, option: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # without its files transformers fails in many ways, by the model's type
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{option}: {folder} has no tokenizer that can be loaded ({type(error).__name__}: {reason}); save the "
+            "reward model's tokenizer there"
+        ) from None
 
 
-def _column(model: PreTrainedModel, label: str | None, option: str) -> int:
-    """Index of the logit that counts, for a model with several."""
-    names = model.config.id2label or {}
+def _column(model: PreTrainedModel, config: RewardFunctionConfig, option: str) -> int:
+    """Index of the logit that counts, for a model with several. UserError for `label` or `sigmoid` that do not fit."""
+    names, label = model.config.id2label or {}, config.label
     if model.config.num_labels == 1:
+        if label is not None:
+            raise UserError(f"{option}.label={label} is not read: the model has one label, its logit is the score")
         return 0
+    if config.sigmoid:
+        raise UserError(
+            f"{option}.sigmoid=true is not read: the model has {model.config.num_labels} labels, and the score is the "
+            f"probability of the one that {option}.label names"
+        )
     known = {str(name): index for index, name in names.items()} | {str(index): index for index in names}
     if label not in known:
         raise UserError(
-            f"{option}={label}: the model has {model.config.num_labels} labels, set the one whose probability is the "
-            f"score: {', '.join(map(str, names.values()))}"
+            f"{option}.label={label}: the model has {model.config.num_labels} labels, set the one whose probability is "
+            f"the score: {', '.join(map(str, names.values()))}"
         )
     return int(known[label])
 

@@ -59,6 +59,7 @@ class _Batch:
     requests: Sequence[RewardRequest]
     queue: deque[Job] = field(default_factory=deque)
     outcomes: dict[Job, Outcome] = field(default_factory=dict)
+    alone: set[Job] = field(default_factory=set)  # async calls that are run again, each without others beside it
 
     def give_up(self, function: int, outcome: Outcome) -> None:
         """What waits for this function gets `outcome`; what is under way may still answer."""
@@ -209,7 +210,11 @@ class RewardRunner:
             batch.queue.extendleft(list(worker.jobs)[:0:-1])
 
     def _close(self, worker: WorkerProcess, outcome: Outcome, batch: _Batch) -> None:
-        """What a worker that has ended was at gets `outcome`: its first job, or all jobs of a group."""
+        """What a worker that has ended was at gets `outcome`: its first job, or all jobs of a group. Which of several
+        async calls blocked their loop or ended the process is not known: each stays, to be tried once more, alone."""
+        if len(worker.jobs) > 1 and self._forms[worker.jobs[0][0]] == "concurrent":
+            batch.alone.update(worker.jobs)
+            return
         for _ in range(len(worker.jobs) if worker.grouped else 1):
             batch.outcomes.setdefault(worker.jobs.popleft(), outcome)
 
@@ -270,12 +275,14 @@ class RewardRunner:
             most = len(batch.queue)
         elif form == "concurrent":
             left = sum(job[0] == function for job in batch.queue)
-            most = min(_CONCURRENT_JOBS, -(-left // self._num_workers))
+            most = 1 if batch.queue[0] in batch.alone else min(_CONCURRENT_JOBS, -(-left // self._num_workers))
         else:
             held = int(_MESSAGE_S / max(speed.mean, 1e-9)) if speed.calls else 1
             most = max(1, min(held, _MESSAGE_JOBS, len(batch.queue) // self._num_workers))
         samples: list[int] = []
         while batch.queue and batch.queue[0][0] == function and len(samples) < most:
+            if samples and batch.queue[0] in batch.alone:
+                break
             job = batch.queue.popleft()
             if job not in batch.outcomes:
                 samples.append(job[1])

@@ -33,12 +33,16 @@ def build(label: str, config: RewardFunctionConfig, setting: Setting) -> LocalRe
     """Reads the file; UserError for what is wrong with it."""
     option = f"reward.functions.{label}.path"
     path = Path(config.path or "").expanduser().resolve()
-    if not path.is_file() or path.suffix not in SUFFIXES:
-        raise UserError(f"{option}: {path} is no {', '.join(SUFFIXES)} file (relative paths start at {Path.cwd()})")
+    if not path.is_file():
+        raise UserError(f"{option}: there is no file {path} (relative paths start at {Path.cwd()})")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{option}: {path} is no {', '.join(SUFFIXES)} file")
     found: dict[_Key, list[float | None]] = {}
     for index, row in enumerate(read_file(path, option)):
         key, score = _read(row, f"{option}: {path} row {index}")
         found.setdefault(key, []).append(score)
+    if not found:
+        raise UserError(f"{option}: {path} holds no row, so nothing would be scored; give a file of scored answers")
     return FileReward(label, config.weight, str(path), {key: _mean(scores) for key, scores in found.items()})
 
 

@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 
 from fastgrpo.errors import UserError
-from fastgrpo.records import Score
+from fastgrpo.records import STATUSES, Score
 from fastgrpo.reward.function import PRED, LocalReward, Outcome, RewardFunction
-
-_STATUSES = ("scored", "unscored", "timeout", "error")  # from best to worst
 
 
 def total(functions: Sequence[RewardFunction | LocalReward], outcomes: Sequence[Outcome]) -> Score:
@@ -28,7 +26,7 @@ def total(functions: Sequence[RewardFunction | LocalReward], outcomes: Sequence[
             for key, value in outcome.details.items()
             if not isinstance(value, str)
         },
-        status=max((outcome.status for f, outcome in pairs if f.weight != 0), key=_STATUSES.index),
+        status=max((outcome.status for f, outcome in pairs if f.weight != 0), key=STATUSES.index),
         error=errors[0] if errors else None,
         pred=next((str(outcome.details[PRED]) for _, outcome in pairs if PRED in outcome.details), None),
     )

@@ -119,7 +119,8 @@ def serve(connection: socket.socket) -> None:
                 for answer in _answers(function, signature, jobs, limit_s, loop, partial(_reply, connection)):
                     _reply(connection, answer)
     except _Unusable as error:
-        _reply(connection, {"broken": str(error)})
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # another worker has said it, and all end
+            _reply(connection, {"broken": str(error)})
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 

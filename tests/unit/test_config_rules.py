@@ -418,6 +418,20 @@ BROKEN = [
         {STYLE: {"kind": "length", "overlong_buffer_len": 9}},
         [f"{STYLE}.overlong_buffer_len=9", "longest response, 8", "set 1"],
     ),
+    (
+        "length_reward_fits",
+        1,
+        {STYLE: {"kind": "length"}},
+        [f"{STYLE}.overlong_buffer_len=0", "each score is 0", f"set {STYLE}.overlong_buffer_len=1"],
+    ),
+    *(
+        ("reward_options_are_read_here", 1, {STYLE: options}, [f"{STYLE}.{unread} is not read with {STYLE}.{form}"])
+        for options, unread, form in (
+            ({"kind": "length", "shape": "linear", "overlong_buffer_len": 2}, "overlong_buffer_len=2", "shape=linear"),
+            ({"kind": "model", "url": "http://a", "label": "good"}, "label=good", "url"),
+            ({"kind": "model", "path": "a/b", "max_retries": 1}, "max_retries=1", "path"),
+        )
+    ),
     ("reward_functions_are_complete", 1, {"reward.functions.right.weight": 0}, ["every weight is 0"]),
     (
         "reward_functions_are_complete",

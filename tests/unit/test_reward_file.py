@@ -84,7 +84,12 @@ def test_wrong_rows(tmp_path: Path, row: dict, message: str) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    for name in ("missing.jsonl", "scores.csv"):
-        (tmp_path / "scores.csv").write_text("uid,score")
-        with pytest.raises(UserError, match=r"people\.path: .* is no \.jsonl, \.json, \.parquet file"):
+    for name, text, message in (
+        ("missing.jsonl", None, r"there is no file .*missing\.jsonl \(relative paths start at"),
+        ("scores.csv", "uid,score", r".*csv is no \.jsonl, \.json, \.parquet file"),
+        ("empty.jsonl", "", r".*empty\.jsonl holds no row"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=rf"people\.path: {message}"):
             rewards_of(tmp_path / name)

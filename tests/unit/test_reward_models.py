@@ -19,7 +19,7 @@ from fastgrpo.config.reward_schema import RewardInput
 from fastgrpo.errors import ConfigError, UserError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward import Rewards, build_rewards
-from fastgrpo.reward.judge import fill, read_judgement
+from fastgrpo.reward.judge import fill, read_judgement, read_template
 
 CPU = torch.device("cpu")
 REQUESTS = [
@@ -147,6 +147,25 @@ def test_checkpoints_that_are_no_reward_models(tiny_model: Path, tmp_path: Path)
         build_model(tmp_path / "missing")
 
 
+def test_a_broken_folder_is_named(make_classifier: Callable[..., Path]) -> None:
+    folder = make_classifier()
+    for file in folder.glob("*token*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"functions\.rm\.path: .* has no tokenizer that can be loaded"):
+        build_model(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"functions\.rm\.path: the weights in .* cannot be read"):
+        build_model(folder)
+
+
+def test_label_and_sigmoid_must_fit_the_model(make_classifier: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=r"rm\.label=good is not read: the model has one label"):
+        build_model(make_classifier(), label="good")
+    with pytest.raises(UserError, match=r"rm\.sigmoid=true is not read: the model has 3 labels"):
+        build_model(make_classifier(num_labels=3), label="good", sigmoid=True)
+
+
 def test_moving_leaves_the_weights_as_they_are(make_classifier: Callable[..., Path]) -> None:
     """The way to the device and back, with the host in the device's place."""
     rewards = build_model(make_classifier())
@@ -251,6 +270,7 @@ def test_a_judge_reads_the_template_and_is_read(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setenv("MY_KEY", "secret")
     with serving(reply) as server:
+        asked("judge", url=f"{server.url}/v1/chat/completions/", model="m", api_key_env="MY_KEY", max_tokens=9)
         scores = asked("judge", url=f"{server.url}/v1/", model="m", api_key_env="MY_KEY", max_tokens=9)
     assert [s.total for s in scores] == [1.0, 0.25, 0.25, 0.25]
     assert set(server.paths) == {"/v1/chat/completions"}
@@ -336,6 +356,17 @@ def test_a_hundred_answers_are_judged_side_by_side() -> None:
         scores = asked("model", requests, url=server.url)
     assert [s.total for s in scores] == [float(i) for i in range(100)]
     assert time.monotonic() - start < 10  # one after the other: 20 s
+
+
+def test_places_that_a_template_has() -> None:
+    example = 'As {"score": 1} or \\frac{a}{b}: {prompt} {response} {reference} {max_score} {key}'
+    assert read_template(example, "o") == example
+    for wrong, message in (
+        ("{response} {foo}", r"o\.prompt_template has the place \{foo\}, .* \{prompt\}, \{response\}"),
+        ("{prompt}", "no place for the answer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_template(wrong, "o")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,7 @@ from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward import Rewards, build_rewards
 from fastgrpo.reward.function import BadReturn, read_return
+from fastgrpo.reward.worker import serve
 
 MARGIN_S = 1.0
 
@@ -388,6 +392,15 @@ def test_weighted_sum(tmp_path: Path) -> None:
     assert scores[3].parts == {"file": None, "g": 1.0, "slow": -1.0}
     assert scores[3].error == "file: KeyError: 'boom 3'"
     assert scores[4].error == "slow: no answer within 0.5 s"
+
+
+def test_a_worker_that_cannot_load_ends_quietly_when_the_trainer_has_gone() -> None:
+    ours, theirs = socket.socketpair()
+    for message in ((os.getcwd(), sys.path), [("f", pickle.dumps(partial(int, "x")))]):
+        ours.sendall(pickle.dumps(message))
+    ours.close()
+    serve(theirs)  # its answer finds nobody
+    theirs.close()
 
 
 def test_a_function_of_weight_0_changes_nothing_whatever_it_does(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastgrpo.evaluate import summarise
-from fastgrpo.records import Rollout, Sample, Score
+from fastgrpo.records import STATUSES, Rollout, Sample, Score
 from fastgrpo.reward import gsm8k
 from fastgrpo.reward.choice import compute_score as choice
 from fastgrpo.reward.function import Outcome, RewardFunction, read_return
@@ -118,7 +119,10 @@ def test_a_set_by_hand() -> None:
     assert "pass@3" not in found and "pass@2/high" in found
     assert set_metrics(samples, 0.05)["pass@1"] == pytest.approx((3 / 4 + 1 / 3) / 2)  # another bar
     assert "maj@4" not in set_metrics(prompt("a/val/0", [1.0] * 4), 1.0)  # nothing says what the answers are
-    assert set_metrics(prompt("a/val/0", [None]), 1.0) == {"scored": 0.0, "unscored": 1.0}
+    assert set_metrics(prompt("a/val/0", [None]), 1.0) == dict.fromkeys(STATUSES, 0.0) | {"unscored": 1.0}
+    lost = [replace(s, score=replace(s.score, status="error")) for s in samples[-4:]]
+    counts = {key: set_metrics([*samples[:-4], *lost], 1.0)[key] for key in STATUSES}
+    assert counts == {"scored": 7.0, "unscored": 1.0, "timeout": 0.0, "error": 4.0}
     assert set_metrics(prompt("a/val/0", [0.7 + 0.2 + 0.1]), 1.0)["pass@1"] == 1  # 0.9999999999999999
 
 
