@@ -167,21 +167,23 @@ def _newest(asked: _Asked) -> _Choice:
 
 def _by_path(asked: _Asked, path: Path) -> _Choice:
     resume = asked.config.trainer.resume
-    if not path.is_dir():
-        raise ConfigError(f"trainer.resume={resume}: there is no folder {path.absolute()}; set auto, never or a run")
     folder, checkpoint = _parts(path)
     said: tuple[str, ...] = ()
     if folder is not None and asked.held(folder):
         raise ConfigError(
             f"trainer.resume={resume}: {folder} is being written by another process; wait until it has ended"
         )
+    if not path.is_dir():  # it may have made room for later ones
+        if folder is not None and checkpoint is not None and (later := _made_since(asked, folder, step_of(path) or 0)):
+            return later
+        raise ConfigError(f"trainer.resume={resume}: there is no folder {path.absolute()}; set auto, never or a run")
     if checkpoint is None:
         found = _checkpoints(path.absolute())
         said = tuple(f"not resumed from {line}" for line in found.passed_over)
         checkpoint, manifest = found.complete[0]
     else:
         manifest = _manifest(checkpoint)
-        if later := _made_since(asked, folder, manifest):
+        if later := _made_since(asked, folder, manifest.step):
             return later
     if reasons := asked.objections(manifest):
         raise _refusal(checkpoint, reasons)
@@ -198,8 +200,8 @@ def _parts(path: Path) -> tuple[Path | None, Path | None]:
     return run if inside else None, path
 
 
-def _made_since(asked: _Asked, folder: Path | None, manifest: Manifest) -> _Choice | None:
-    """The newest checkpoint that this very command has made since it began at `manifest`, of a run that is not
+def _made_since(asked: _Asked, folder: Path | None, step: int) -> _Choice | None:
+    """The newest checkpoint that this very command has made since it began at `step`, of a run that is not
     finished: a job that is requeued with a checkpoint's path must not begin there for ever."""
     config = asked.config
     if config.trainer.val_only:
@@ -209,10 +211,10 @@ def _made_since(asked: _Asked, folder: Path | None, manifest: Manifest) -> _Choi
         if finished_steps(run) or asked.held(run):
             continue
         for path, later in find_checkpoints(run / CHECKPOINTS).complete:
-            if later.step > manifest.step and made_by(later, config) and not asked.objections(later):
+            if later.step > step and made_by(later, config) and not asked.objections(later):
                 said = (
                     f"trainer.resume={config.trainer.resume}: this command began there, has come to step {later.step} "
-                    f"and goes on; to begin at step {manifest.step} again, move later checkpoints elsewhere"
+                    f"and goes on; to begin at step {step} again, move later checkpoints elsewhere"
                 )
                 return _Choice((said,), run, path, later)
     return None

@@ -124,6 +124,9 @@ def test_a_requeued_command_does_not_begin_at_its_checkpoint_again(tmp_path: Pat
     checkpoint(run / "checkpoints", 15, command)
     again = start(command)
     assert (again.folder, again.step) == (run, 15)
+    shutil.rmtree(path)  # trainer.max_ckpt_to_keep: it had to make room
+    assert start(command).step == 15
+    checkpoint(run / "checkpoints", 10, configured(tmp_path))
     assert f"trainer.resume={path}: this command began there, has come to step 15 and goes on" in again.said[0]
     other = configured(tmp_path, resume=str(path), lr=1.0, resume_allow=["actor.optim.lr"])
     assert start(other).step == 10  # another attempt, not the same one
