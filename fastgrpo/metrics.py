@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -88,7 +89,7 @@ class Logger(Protocol):
 
 class JsonlFile:
     """metrics.jsonl: a row a step, at once. Non-finite numbers are written as null. Where the disk is full OSError is
-    raised, and what is not written yet, be it half a row, goes before the next row."""
+    raised, and what is not written yet, be it half a row, goes before the next row; half a row at the end goes."""
 
     name = "metrics.jsonl"
 
@@ -96,6 +97,7 @@ class JsonlFile:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._waiting = b""
+        self._half = 0  # bytes of a row at the end of the file that is not whole yet
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._waiting += row_text({"step": step, **metrics}).encode()
@@ -103,7 +105,10 @@ class JsonlFile:
 
     def flush(self) -> None:
         while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+            written = self._file.write(self._waiting)
+            row_end = self._waiting.rfind(b"\n", 0, written) + 1
+            self._half = written - row_end + (0 if row_end else self._half)
+            self._waiting = self._waiting[written:]
 
     def reopen(self) -> None:
         """At the same path, where another file may be now."""
@@ -114,6 +119,9 @@ class JsonlFile:
     def close(self) -> None:
         try:
             self.flush()
+        except OSError:
+            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - self._half)
+            raise
         finally:
             self._file.close()
 

@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 STATUS_FILE = "FASTGRPO_STATUS_FILE"  # set for the workers
@@ -53,14 +54,15 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
 
 
 def _status(file: Path) -> int:
-    """0 where no worker left one."""
-    return int(file.read_text()) if file.exists() else 0
+    """0 where no worker left one, or had no room for it."""
+    return int(file.read_text() or 0) if file.exists() else 0
 
 
 def leave_status(status: int, environ: MutableMapping[str, str]) -> None:
-    """Of a worker: how this job ends, for the process that started it."""
+    """Of a worker: how this job ends, for the process that started it. On a full disk it has to do without."""
     if STATUS_FILE in environ:
-        Path(environ[STATUS_FILE]).write_text(str(status))
+        with suppress(OSError):
+            Path(environ[STATUS_FILE]).write_text(str(status))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 
 from fastgrpo.metrics import JsonlFile
 from fastgrpo.run_files import RunFiles
+from fastgrpo.torchrun import STATUS_FILE, _status, leave_status
 
 
 @contextmanager
@@ -42,6 +43,27 @@ def test_rows_wait_until_there_is_room(tmp_path: Path, caplog: pytest.LogCapture
     rows.close()
     read = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert read == [{"step": step, "reward/mean": step / 4} for step in range(1, 6)]
+
+
+def test_a_file_that_ends_without_room_ends_with_a_whole_row(tmp_path: Path) -> None:
+    rows = JsonlFile(tmp_path / "metrics.jsonl")
+    rows.log(1, {"reward/mean": 0.5})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    for room in (size + 7, size + 12):  # the second failure adds to the half row
+        with room_for(room), pytest.raises(OSError):
+            rows.log(2, {"reward/mean": 0.25})
+    with room_for(size + 12), pytest.raises(OSError):
+        rows.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.5}\n'
+
+
+def test_a_status_that_finds_no_room_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "status"
+    with room_for(0):
+        leave_status(74, {STATUS_FILE: str(file)})
+    assert file.read_text() == "" and _status(file) == 0
+    leave_status(74, {STATUS_FILE: str(file)})
+    assert _status(file) == 74
 
 
 def test_answers_are_whole_or_not_there(tmp_path: Path) -> None:
