@@ -57,6 +57,22 @@ def resolve_model(path: str, *, need_weights: bool = True, option: str = "model.
     return folder
 
 
+def read_model_config(folder: Path, option: str, *, trust_remote_code: bool) -> Any:
+    """transformers' PretrainedConfig of a model folder. UserError where transformers does not know the model, or would
+    have to run code that comes with it."""
+    from transformers import AutoConfig  # here: others ask for files alone
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"{option}: {folder / 'config.json'} cannot be used by this transformers: {reason.strip()} If the model "
+            "brings code of its own that you trust, set model.trust_remote_code=true; if its type is newer than "
+            "transformers, upgrade that"
+        ) from error
+
+
 def resolve_tokenizer(path: str, *, option: str = "model.tokenizer_path") -> Path:
     """Folder with the tokenizer files of `path`, a folder or a hub id. What they hold is checked on loading."""
     return _local_folder(path, option) or _download(path, "model", TEXT_FILES, option, revision=None)

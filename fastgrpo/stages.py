@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from fastgrpo import console, hub
 from fastgrpo.algorithm.kl_control import KlController
@@ -111,7 +111,10 @@ def build_stages(
     rewards = build_rewards(config.reward, reward, max_response_length=config.data.max_response_length)
     model_dir = hub.resolve_model(config.model.path)
     ref_dir = hub.resolve_model(config.ref.path, option="ref.path") if config.ref.path else model_dir
-    model_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+    trust = config.model.trust_remote_code
+    model_config = hub.read_model_config(model_dir, "model.path", trust_remote_code=trust)
+    if config.ref.path:
+        hub.read_model_config(ref_dir, "ref.path", trust_remote_code=trust)
     _check_model(config, layout, model_config)
     tokenizer = load_tokenizer(config.model, model_dir)
     seed = config.trainer.seed

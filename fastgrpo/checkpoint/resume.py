@@ -20,6 +20,7 @@ checkpoint is set aside by whoever writes there (report.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,14 @@ def _choose(asked: _Asked) -> _Choice:
     resume = asked.config.trainer.resume
     if resume == "never":
         return _Choice(())
-    return _newest(asked) if resume == "auto" else _by_path(asked, Path(resume).expanduser())
+    choice = _newest(asked) if resume == "auto" else _by_path(asked, Path(resume).expanduser())
+    folder = None if asked.config.trainer.val_only else choice.folder
+    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"trainer.resume={resume}: {folder} cannot be written to, and a resumed run goes on in its folder; "
+            "copy it to a place of yours and set trainer.resume to the copy, or trainer.resume=never for a new run"
+        )
+    return choice
 
 
 def _newest(asked: _Asked) -> _Choice:

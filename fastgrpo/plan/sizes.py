@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgrpo.errors import UserError
+from fastgrpo.hub import read_model_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,9 @@ def sizes_from_document(document: Mapping[str, Any], where: str = "config.json")
 def count_on_meta(folder: Path, *, trust_remote_code: bool = False) -> ModelSizes:
     """The same by counting: for classes that no formula above describes. Seconds, no weights, no memory."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config: Any = read_model_config(folder, "model.path", trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     layers = list(lm.get_decoder().layers)

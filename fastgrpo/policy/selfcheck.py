@@ -29,7 +29,14 @@ def check_packing(config: PretrainedConfig, *, trust_remote_code: bool = False) 
     ids = [torch.randint(0, tiny.vocab_size, (length,), generator=generator) for length in lengths]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        plain = _build(tiny, "eager", trust_remote_code)
+        try:
+            plain = _build(tiny, "eager", trust_remote_code)
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(
+                f"{name}: transformers builds no causal language model of it: {reason} If the model brings code of its "
+                "own that you trust, set model.trust_remote_code=true"
+            ) from error
         if not (plain._supports_attention_backend and hasattr(plain.get_decoder(), "layers")):
             raise UserError(
                 f"{name}: fastgrpo trains decoders that take their attention from transformers' AttentionInterface and "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from fastgrpo.checkpoint import disk, folders
+from fastgrpo.checkpoint import disk, folders, resume
 from fastgrpo.checkpoint.disk import file_sizes, remove_tree, write_durably
 from fastgrpo.checkpoint.folders import Manifest, commit, find_checkpoints, point_to_best, read_manifest, retire
 from fastgrpo.checkpoint.identity import model_fingerprint
@@ -317,6 +317,19 @@ def test_a_run_that_is_being_written_is_not_compared(tmp_path: Path) -> None:
         for config in (other, by_path):
             with pytest.raises(ConfigError, match=r"data\.train_batch_size was 128 and is 64"):
                 check_resume(config)
+
+
+def test_a_run_on_a_read_only_mount_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "e-20261130-101500"
+    part = run / "checkpoints" / "step_000010.part"
+    part.mkdir(parents=True)
+    commit(part, Manifest(10, 40, 1, to_document(RunConfig()), {}, {}, None, {}))
+    config = RunConfig(trainer=TrainerConfig(resume=str(run), max_steps=40))
+    check_resume(config)
+    monkeypatch.setattr(resume.os, "access", lambda path, mode: Path(path) != run)
+    with pytest.raises(ConfigError, match=f"^trainer.resume={run}: {run} cannot be written to, .*copy it to a place"):
+        check_resume(config)
+    check_resume(replace(config, trainer=replace(config.trainer, val_only=True)))  # writes elsewhere
 
 
 def test_a_model_is_known_by_its_ends(tiny_model: Path, tmp_path: Path) -> None:

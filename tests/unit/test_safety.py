@@ -113,7 +113,10 @@ def test_a_model_folder_with_code_is_refused(tiny_model: Path, tmp_path: Path, m
         rollout=RolloutConfig(name="hf", n=2),
         trainer=TrainerConfig(device=Device["cpu"]),
     )
-    with pytest.raises((ValueError, UserError), match="trust_remote_code"):
+    with pytest.raises(UserError, match=r"^model\.path: .* set model\.trust_remote_code=true"):
+        Trainer(run, prompts=["a"], reward=lambda response: 1.0)
+    run.model.path, run.ref.path = str(tiny_model), str(folder)
+    with pytest.raises(UserError, match=r"^ref\.path: .* set model\.trust_remote_code=true"):
         Trainer(run, prompts=["a"], reward=lambda response: 1.0)
     assert not (tmp_path / "ran").exists()
 
