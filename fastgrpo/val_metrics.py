@@ -65,7 +65,7 @@ def set_metrics(samples: Sequence[Sample], pass_score: float) -> dict[str, float
 
 def status_counts(samples: Sequence[Sample]) -> dict[str, float]:
     """Samples of each status, as training counts them: `unscored` are those of which a function said None."""
-    counts = dict.fromkeys(STATUSES, 0.0)
+    counts: dict[str, float] = {status: 0.0 for status in STATUSES}
     for sample in samples:
         counts[sample.score.status] += 1
     return counts

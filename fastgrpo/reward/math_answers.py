@@ -8,7 +8,7 @@ Conventions, the same for training and validation:
     numbers      exact: 1/2 = 0.5 = \frac12, 0.333 is not 1/3; 1,234 = 1{,}234 = 1\,234 = 1234.
     units        may be left out on either side; where both have one it must be the same (nothing is converted).
     percent      50\% equals 0.5 and 50: whether the sign is written depends on the question.
-    bases        must be written: 110_2 is neither 110 nor 110_3
+    bases        other than ten must be written: 110_2 is neither 110 nor 110_3, 6_{10} is 6
     sets, lists  in any order: \{1,2\} = 2, 1 = \{2,1\}; a set holds each member once: \{1,1,2\} = \{1,2\}
     tuples       and intervals in theirs, with their brackets: (1,2] is not [1,2)
     x = 5        equals 5. \pm 3 is the list 3, -3. Words are compared without regard to case.
@@ -138,7 +138,7 @@ def _equal_atoms(a: str, b: str) -> bool:
     a, b = _without_name(a, b), _without_name(b, a)
     bases = in_base(a), in_base(b)
     if any(bases):
-        return bases[0] == bases[1]
+        return in_base(_with_ten(a)) == in_base(_with_ten(b))
     left, right = quantity(a), quantity(b)
     if left.unit and right.unit and left.unit != right.unit:
         return False
@@ -153,6 +153,10 @@ def _equal_atoms(a: str, b: str) -> bool:
     if _is_word(left) or _is_word(right):
         return _letters(a) == _letters(b) != ""
     return _equal_formulas(left.core, right.core)
+
+
+def _with_ten(text: str) -> str:
+    return f"{text}_{{10}}" if re.fullmatch(r"-?\d+", text) else text
 
 
 def _is_word(answer: Quantity) -> bool:
