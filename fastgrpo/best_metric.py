@@ -13,11 +13,12 @@ from difflib import get_close_matches
 from fastgrpo.config import RunConfig
 from fastgrpo.config.wording import at
 from fastgrpo.errors import ConfigError
+from fastgrpo.records import STATUSES
 from fastgrpo.val_metrics import powers_of_2
 
-_REWARDS = ("mean", "std", "min", "max", "scored", "unscored", "timeout", "error", "zero_signal_groups")
+_REWARDS = ("mean", "std", "min", "max", *STATUSES, "zero_signal_groups")
 _KL = ("kl_penalty", "kl_coef", "kl")  # with the KL in the reward
-_ALL_SETS = ("reward", "scored", "unscored", "response_length", "truncated")
+_ALL_SETS = ("reward", *STATUSES, "response_length", "truncated")
 _OTHERS = (
     *("actor", "gap", "rollout_corr", "training", "response_length", "prompt_length", "filter_groups", "perf"),
     "timing_s",
@@ -55,4 +56,4 @@ def _known(config: RunConfig, val_sets: Collection[str]) -> list[str]:
 
 def _of_a_set(n: int) -> list[str]:
     estimates = [f"mean@{n}", *(f"pass@{k}" for k in powers_of_2(n)), *([f"maj@{n}"] if n > 1 else [])]
-    return [*(f"{name}{end}" for name in estimates for end in ("", "/low", "/high")), "scored", "unscored"]
+    return [*(f"{name}{end}" for name in estimates for end in ("", "/low", "/high")), *STATUSES]

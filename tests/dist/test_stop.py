@@ -26,7 +26,11 @@ def checkpoints(run: Path) -> list[str]:
     ("faults", "options", "said", "ranks"),
     [
         ("stall_in_the_last_checkpoint", {"trainer__limits_s__save": 1.0}, "trainer.limits_s.save=1", 1),
-        ("stall_and_be_stopped", {"trainer__shutdown_timeout_s": 1}, "trainer.shutdown_timeout_s=1", 2),
+        ("stall_and_be_stopped", {"trainer__shutdown_timeout_s": 1}, "trainer.shutdown_timeout_s=1", 1),
+        pytest.param(
+            *("stall_and_be_stopped", {"trainer__shutdown_timeout_s": 1}, "trainer.shutdown_timeout_s=1", 2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_disk_that_does_not_answer(
