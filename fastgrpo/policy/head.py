@@ -124,10 +124,8 @@ class GrpoHead:
         if trainer_R is None and self.at_rollout:
             trainer_R = logprobs_R
         if batch.sampler_logprobs_R is not None and trainer_R is not None:
-            live_R, acting = (
-                batch.weights_R != 0,
-                self.cfg.correction.acting(has_ratio=self.policy_loss not in RATIO_FREE),
-            )
+            live_R = batch.weights_R != 0
+            acting = self.cfg.correction.acting(has_ratio=self.policy_loss not in RATIO_FREE)
             stats = stats | gap_stats(
                 trainer_R, batch.sampler_logprobs_R, live_R, batch.seq_id_R, self.segment_sum, acting
             )

@@ -105,12 +105,12 @@ def add_adapters(lm: PreTrainedModel, lora: Lora) -> set[str]:
 
 def warn_of_narrow_layers(module: nn.Module) -> None:
     """A product B A has no more rank than the smaller side of its layer: what is above it costs memory alone."""
-    narrow = {
-        name.rpartition(".")[2]: min(layer.base_layer.in_features, layer.base_layer.out_features)
-        for name, layer in module.named_modules()
-        if isinstance(layer, LoraLinear)
-        and layer.lora_A.out_features > min(layer.base_layer.in_features, layer.base_layer.out_features)
-    }
+    narrow: dict[str, int] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLinear):
+            smaller = min(layer.base_layer.in_features, layer.base_layer.out_features)
+            if layer.lora_A.out_features > smaller:
+                narrow[name.rpartition(".")[2]] = smaller
     if narrow:
         layers = ", ".join(f"{name} ({size})" for name, size in sorted(narrow.items()))
         log.warning(
