@@ -62,6 +62,20 @@ def test_stacks_begin_with_the_main_thread_and_name_the_others() -> None:
     assert "Thread the-other" in text and "test_stacks_begin_with_the_main_thread" in text
 
 
+def said_while_scoring(runner: RewardRunner, requests: list[RewardRequest], word: str) -> str:
+    """What the runner says of where it is, once it says `word`; it is closed then."""
+    runner.start()
+    thread = threading.Thread(target=runner.outcomes, args=(requests,))
+    thread.start()
+    deadline, said = time.monotonic() + 8, ""
+    while word not in said and time.monotonic() < deadline:
+        time.sleep(0.02)
+        said = runner.whereabouts()
+    thread.join()
+    runner.close()
+    return said
+
+
 def test_a_reward_names_the_sample_that_it_hangs_at() -> None:
     def slow(response: str) -> float:
         time.sleep(1 if response == "slow" else 0)
@@ -69,15 +83,7 @@ def test_a_reward_names_the_sample_that_it_hangs_at() -> None:
 
     runner = RewardRunner([build_callable(slow)], 1, 10.0)
     requests = [RewardRequest("p", text, None, {}, 0) for text in ("a", "b", "slow")]
-    runner.start()
-    thread = threading.Thread(target=runner.outcomes, args=(requests,))
-    thread.start()
-    deadline, said = time.monotonic() + 8, ""
-    while "sample 2" not in said and time.monotonic() < deadline:
-        time.sleep(0.05)
-        said = runner.whereabouts()
-    thread.join()
-    runner.close()
+    said = said_while_scoring(runner, requests, "sample 2")
     assert said.startswith("reward ") and said.endswith(" at sample 2 of this rank")
 
 
@@ -87,13 +93,5 @@ def test_a_function_that_hangs_at_several_samples_is_named_once() -> None:
         return 1.0
 
     runner = RewardRunner([build_callable(slow)], 2, 10.0)
-    runner.start()
-    thread = threading.Thread(target=runner.outcomes, args=([RewardRequest("p", text, None, {}, 0) for text in "ab"],))
-    thread.start()
-    deadline, said = time.monotonic() + 8, ""
-    while "samples" not in said and time.monotonic() < deadline:
-        time.sleep(0.02)
-        said = runner.whereabouts()
-    thread.join()
-    runner.close()
+    said = said_while_scoring(runner, [RewardRequest("p", text, None, {}, 0) for text in "ab"], "samples")
     assert said.startswith("reward ") and said.endswith(" at samples 0, 1 of this rank") and said.count(" at ") == 1
