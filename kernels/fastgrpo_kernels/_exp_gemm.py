@@ -4,9 +4,10 @@ What exp_rows (_exp_rows.py) makes from stored logits is made here from the accu
 sums of each row and tile and, for gradients, the scaled exponentials D. Where the product is short (a small H), the
 store and the read of fp32 logits that this saves cost more than cuBLAS gains over Triton.
 
-    target_logits     k: the target's own logit, from a product of single rows          1 program a row
+    target_logits     k: the target's own logit (_exact_rows.py)                        1 program a row
     exp_gemm          x W^T -> per tile: sums about k, D = exp(l - k)                   persistent, TMA
     merge             sums of the tiles -> logprob, entropy, sum, shift                 1 program for 8 rows
+    refine            the same with the largest logit put right (_exact_rows.py)        1 program a row; long rows
     settle            D_y = -S; rows whose tiles were summed about another shift        1 program a row
 
 A tile whose largest logit is more than LARGEST above k is summed about that logit instead; `settle` brings such rows
@@ -27,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastgrpo_kernels._exact_rows import RowSums, refine, target_logits
 from fastgrpo_kernels._exp_rows import RowStats
 from fastgrpo_kernels._row_stats import LARGEST, LOG2E, SHIFT_FLOOR, logit_of, row_result
 
@@ -48,53 +50,22 @@ _SETTLE_BLOCK = 4096
 
 
 class Partials(NamedTuple):
-    """Of one chunk, fp32; see _row_stats.py for the names."""
+    """Of one chunk, fp32; see _row_stats.py for the names. The tiles' tops are None where rows are not refined."""
 
     shift_BC: Tensor  # shift, S and M of each row's share in each tile
     sum_BC: Tensor
     mean_BC: Tensor
-    target_C: Tensor  # the target's logit
-    rest_C: Tensor  # S of the whole row
+    top_BC: Tensor | None  # its largest logit but the target's, nats
+    column_BC: Tensor | None  # that one's token, int32; -1: none
+    sums: RowSums  # of whole rows
 
     @classmethod
-    def empty(cls, rows: int, vocab: int, device: torch.device, config: GemmConfig) -> Partials:
-        tiles = 2 * triton.cdiv(vocab, config.columns)
-        tile_parts = torch.empty(3, tiles, rows, dtype=torch.float32, device=device)
-        return cls(*tile_parts, *torch.empty(2, rows, dtype=torch.float32, device=device))
-
-
-@triton.jit
-def target_logits_kernel(
-    hidden_ptr,
-    hidden_stride,
-    weight_ptr,
-    weight_stride,
-    bias_ptr,
-    target_ptr,
-    slope_ptr,
-    out_ptr,
-    softcap_inverse,
-    width,
-    vocab,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row).to(tl.int64)
-    place = tl.where((target >= 0) & (target < vocab), target, 0)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < width
-        x = tl.load(hidden_ptr + row * hidden_stride + at, mask=inside, other=0.0).to(tl.float32)
-        w = tl.load(weight_ptr + place * weight_stride + at, mask=inside, other=0.0).to(tl.float32)
-        total += x * w
-    product = tl.sum(total, 0)
-    if HAS_BIAS:
-        product += tl.load(bias_ptr + place).to(tl.float32)
-    logit, _ = logit_of(product, tl.load(slope_ptr + row), softcap_inverse, HAS_SOFTCAP)
-    tl.store(out_ptr + row, logit)
+    def empty(cls, rows: int, vocab: int, device: torch.device, config: GemmConfig, *, refined: bool) -> Partials:
+        shape = (2 * triton.cdiv(vocab, config.columns), rows)
+        parts = torch.empty(3 + refined, *shape, dtype=torch.float32, device=device)
+        column_BC = torch.empty(shape, dtype=torch.int32, device=device) if refined else None
+        top_BC = parts[3] if refined else None
+        return cls(parts[0], parts[1], parts[2], top_BC, column_BC, RowSums.empty(rows, device))
 
 
 @triton.jit
@@ -108,6 +79,8 @@ def _epilogue(
     tile_shift_ptr,
     tile_sum_ptr,
     tile_mean_ptr,
+    tile_top_ptr,
+    tile_column_ptr,
     tile_stride,
     softcap_inverse,
     num_rows,
@@ -117,6 +90,7 @@ def _epilogue(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     STORE: tl.constexpr,
+    TOP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -135,6 +109,11 @@ def _epilogue(
     counts = (columns < vocab)[None, :] & (columns[None, :] != target[:, None])
     logit = tl.where(counts, logit, NOTHING)
     largest = tl.max(logit, 1)
+    at = column_tile.to(tl.int64) * tile_stride + rows
+    if TOP:
+        column = tl.max(tl.where(logit == largest[:, None], columns[None, :], -1), 1)
+        tl.store(tile_top_ptr + at, largest / LOG2E, mask=row_inside)
+        tl.store(tile_column_ptr + at, column, mask=row_inside)
     fits = largest - shift * LOG2E <= LARGEST * LOG2E  # false for NaN and for a shift of minus infinity
     base = tl.where(fits, shift * LOG2E, tl.where(largest == float("-inf"), 0.0, largest))
     below = logit - base[:, None]
@@ -144,7 +123,6 @@ def _epilogue(
     if STORE:
         stored = (exp * derivative).to(exp_desc.dtype)
         exp_desc.store([row_tile * ROWS, column_tile * COLUMNS], stored)
-    at = column_tile.to(tl.int64) * tile_stride + rows
     tl.store(tile_shift_ptr + at, tl.where(fits, shift, base / LOG2E), mask=row_inside)
     tl.store(tile_sum_ptr + at, tl.sum(exp, 1), mask=row_inside)
     tl.store(tile_mean_ptr + at, tl.sum(exp * below, 1) / LOG2E, mask=row_inside)
@@ -162,6 +140,8 @@ def exp_gemm_kernel(
     tile_shift_ptr,
     tile_sum_ptr,
     tile_mean_ptr,
+    tile_top_ptr,
+    tile_column_ptr,
     tile_stride,
     softcap_inverse,
     num_rows,
@@ -170,6 +150,7 @@ def exp_gemm_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     STORE: tl.constexpr,
+    TOP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -206,6 +187,8 @@ def exp_gemm_kernel(
                 tile_shift_ptr,
                 tile_sum_ptr,
                 tile_mean_ptr,
+                tile_top_ptr,
+                tile_column_ptr,
                 tile_stride,
                 softcap_inverse,
                 num_rows,
@@ -215,6 +198,7 @@ def exp_gemm_kernel(
                 HAS_BIAS,
                 HAS_SOFTCAP,
                 STORE,
+                TOP,
                 ROWS,
                 COLUMNS // 2,
             )
@@ -225,28 +209,42 @@ def merge_kernel(
     tile_shift_ptr,
     tile_sum_ptr,
     tile_mean_ptr,
+    tile_top_ptr,
+    tile_column_ptr,
     tile_stride,
     tiles,
-    target_logit_ptr,
     target_ptr,
     logprob_ptr,
     entropy_ptr,
     sum_ptr,
     shift_ptr,
     rest_ptr,
+    mean_ptr,
+    target_logit_ptr,
+    top_ptr,
+    column_ptr,
     num_rows,
     vocab,
+    TOP: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_inside = rows < num_rows
     shift = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    column = tl.full([ROWS], -1, dtype=tl.int32)
     for start in range(0, tiles, TILES):
         at = start + tl.arange(0, TILES)
         inside = (at < tiles)[:, None] & row_inside[None, :]
         place = at.to(tl.int64)[:, None] * tile_stride + rows[None, :]
         shift = tl.maximum(shift, tl.max(tl.load(tile_shift_ptr + place, mask=inside, other=float("-inf")), 0))
+        if TOP:
+            tile_top = tl.load(tile_top_ptr + place, mask=inside, other=float("-inf"))
+            here = tl.max(tile_top, 0)
+            tile_column = tl.load(tile_column_ptr + place, mask=inside & (tile_top == here[None, :]), other=-1)
+            column = tl.where(here > top, tl.max(tile_column, 0), column)
+            top = tl.maximum(top, here)
     sums = tl.zeros([TILES, ROWS], dtype=tl.float32)
     means = tl.zeros([TILES, ROWS], dtype=tl.float32)
     for start in range(0, tiles, TILES):
@@ -263,13 +261,17 @@ def merge_kernel(
     in_vocab = (target >= 0) & (target < vocab)
     gap = tl.load(target_logit_ptr + rows, mask=row_inside, other=0.0) - shift
     gap = tl.where(in_vocab, gap, float("-inf"))
-    rest = tl.sum(sums, 0)
-    logprob, entropy, total = row_result(gap, rest, tl.sum(means, 0))
+    rest, mean = tl.sum(sums, 0), tl.sum(means, 0)
+    logprob, entropy, total = row_result(gap, rest, mean)
     tl.store(logprob_ptr + rows, tl.where(in_vocab, logprob, float("nan")), mask=row_inside)
     tl.store(entropy_ptr + rows, entropy, mask=row_inside)
     tl.store(sum_ptr + rows, total, mask=row_inside)
     tl.store(shift_ptr + rows, shift, mask=row_inside)
     tl.store(rest_ptr + rows, rest, mask=row_inside)
+    if TOP:
+        tl.store(mean_ptr + rows, mean, mask=row_inside)
+        tl.store(top_ptr + rows, top, mask=row_inside)
+        tl.store(column_ptr + rows, column, mask=row_inside)
 
 
 @triton.jit(do_not_specialize=["tile_stride"])
@@ -333,22 +335,10 @@ def exp_gemm(
         return
     flags = {"HAS_BIAS": bias_V is not None, "HAS_SOFTCAP": softcap_inverse != 0}
     bias = bias_V if bias_V is not None else hidden_CH
-    target_logits_kernel[(num_rows,)](
-        hidden_CH,
-        hidden_CH.stride(0),
-        weight_VH,
-        weight_VH.stride(0),
-        bias,
-        target_C,
-        slope_C,
-        partials.target_C,
-        softcap_inverse,
-        width,
-        vocab,
-        **flags,
-        BLOCK=1024,
-        num_warps=4,
-    )
+    operands = (hidden_CH, weight_VH, target_C, slope_C)
+    target_logits(*operands, partials.sums.target_C, bias_V=bias_V, softcap_inverse=softcap_inverse)
+    refined = partials.top_BC is not None
+    tops = (partials.top_BC, partials.column_BC) if refined else (partials.shift_BC, partials.shift_BC)
     programs = _multiprocessors(hidden_CH.device)
     tile_stride = partials.sum_BC.stride(0)
     store = exp_CV.shape[1] > 0
@@ -360,10 +350,11 @@ def exp_gemm(
         bias,
         target_C,
         slope_C,
-        partials.target_C,
+        partials.sums.target_C,
         partials.shift_BC,
         partials.sum_BC,
         partials.mean_BC,
+        *tops,
         tile_stride,
         softcap_inverse,
         num_rows,
@@ -371,6 +362,7 @@ def exp_gemm(
         width,
         **flags,
         STORE=store,
+        TOP=refined,
         ROWS=config.rows,
         COLUMNS=config.columns,
         DEPTH=config.depth,
@@ -385,18 +377,22 @@ def exp_gemm(
         partials.shift_BC,
         partials.sum_BC,
         partials.mean_BC,
+        *tops,
         tile_stride,
         tiles,
-        partials.target_C,
         target_C,
         *out,
-        partials.rest_C,
+        *partials.sums,
         num_rows,
         vocab,
+        TOP=refined,
         ROWS=_MERGE_ROWS,
         TILES=_MERGE_TILES,
         num_warps=4,
     )
+    if refined:
+        sums = RowSums(*(x[:num_rows] for x in partials.sums))
+        refine(*operands, sums, out, target_is_exact=True, bias_V=bias_V, softcap_inverse=softcap_inverse)
     if store:
         settle_kernel[(num_rows,)](
             exp_CV,
@@ -404,10 +400,10 @@ def exp_gemm(
             partials.shift_BC,
             tile_stride,
             tiles,
-            partials.target_C,
+            partials.sums.target_C,
             target_C,
             slope_C,
-            partials.rest_C,
+            partials.sums.rest_C,
             out.shift_N,
             softcap_inverse,
             vocab,

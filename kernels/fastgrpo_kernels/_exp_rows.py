@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgrpo_kernels._exact_rows import RowSums
 from fastgrpo_kernels._row_stats import LARGEST, LOG2E, SHIFT_FLOOR, logit_of, row_result
 
 
@@ -61,11 +62,15 @@ def _sweep(
     stored_columns,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(S, M) of one row about `shift`; its exponentials, times the softcap's derivative, go to exp_ptr."""
+    """(S, M) of one row about `shift`, and with TOP the largest logit but the target's and its column; the
+    exponentials, times the softcap's derivative, go to exp_ptr."""
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     means = tl.zeros([BLOCK], dtype=tl.float32)
+    tops = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    places = tl.full([BLOCK], -1, dtype=tl.int32)
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocab
@@ -75,12 +80,18 @@ def _sweep(
         logit, derivative = logit_of(product, slope, softcap_inverse, HAS_SOFTCAP)
         below = logit - shift
         exp = tl.exp2(below * LOG2E)
-        exp_rest = tl.where(inside & (columns != target), exp, 0.0)
+        counts = inside & (columns != target)
+        exp_rest = tl.where(counts, exp, 0.0)
+        if TOP:
+            larger = counts & (logit > tops)
+            tops = tl.where(larger, logit, tops)
+            places = tl.where(larger, columns, places)
         sums += exp_rest
         means += exp_rest * tl.maximum(below, SHIFT_FLOOR)
         stored = (exp * derivative).to(exp_ptr.dtype.element_ty)
         tl.store(exp_ptr + columns, stored, mask=columns < stored_columns)
-    return tl.sum(sums, 0), tl.sum(means, 0)
+    top = tl.max(tops, 0)
+    return tl.sum(sums, 0), tl.sum(means, 0), top, tl.max(tl.where(tops == top, places, -1), 0)
 
 
 @triton.jit
@@ -119,11 +130,17 @@ def exp_rows_kernel(
     entropy_ptr,
     sum_ptr,
     shift_ptr,
+    rest_ptr,
+    mean_ptr,
+    target_logit_ptr,
+    top_ptr,
+    column_ptr,
     softcap_inverse,
     vocab,
     stored_columns,  # vocab, or 0: one program for both, or passes with and without gradients would differ in a bit
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -138,7 +155,7 @@ def exp_rows_kernel(
         product += tl.load(bias_ptr + place).to(tl.float32)
     target_logit, target_derivative = logit_of(product, slope, softcap_inverse, HAS_SOFTCAP)
     shift = target_logit
-    rest_sum, rest_mean = _sweep(
+    rest_sum, rest_mean, top, column = _sweep(
         logits_ptr,
         bias_ptr,
         exp_ptr,
@@ -150,13 +167,14 @@ def exp_rows_kernel(
         stored_columns,
         HAS_BIAS,
         HAS_SOFTCAP,
+        TOP,
         BLOCK,
     )
     # a target that no policy would have sampled, or a masked one; false also for NaN
     if not (rest_sum < tl.exp2(LARGEST * LOG2E)):
         shift = _row_max(logits_ptr, bias_ptr, slope, softcap_inverse, vocab, HAS_BIAS, HAS_SOFTCAP, BLOCK)
         shift = tl.where(shift == float("-inf"), 0.0, shift)
-        rest_sum, rest_mean = _sweep(
+        rest_sum, rest_mean, top, column = _sweep(
             logits_ptr,
             bias_ptr,
             exp_ptr,
@@ -168,6 +186,7 @@ def exp_rows_kernel(
             stored_columns,
             HAS_BIAS,
             HAS_SOFTCAP,
+            TOP,
             BLOCK,
         )
     # a target outside the vocabulary has no share in the sums
@@ -177,6 +196,12 @@ def exp_rows_kernel(
     tl.store(entropy_ptr + row, entropy)
     tl.store(sum_ptr + row, total)
     tl.store(shift_ptr + row, shift)
+    if TOP:
+        tl.store(rest_ptr + row, rest_sum)
+        tl.store(mean_ptr + row, rest_mean)
+        tl.store(target_logit_ptr + row, target_logit)
+        tl.store(top_ptr + row, top)
+        tl.store(column_ptr + row, column)
     tl.debug_barrier()  # the sweep's own store to this place comes first
     gap = (-rest_sum * target_derivative).to(exp_ptr.dtype.element_ty)
     tl.store(exp_ptr + place, gap, mask=in_vocab & (target < stored_columns))
@@ -189,11 +214,13 @@ def exp_rows(
     out: RowStats,
     exp_CV: Tensor,
     *,
+    sums: RowSums | None = None,
     bias_V: Tensor | None = None,
     softcap_inverse: float = 0.0,
     config: SweepConfig = SWEEP,
 ) -> None:
-    """Fill `out` and exp_CV (D above, without its scale; [C, 0] where it is not wanted) from products logits_CV, fp32.
+    """Fill `out` and exp_CV (D above, without its scale; [C, 0] where it is not wanted) from products logits_CV, fp32;
+    and `sums`, for `refine`, where they are given.
 
     slope_C: logit_scale / temperature. softcap_inverse: logit_scale / softcap, 0 for none. Rows may be strided.
     """
@@ -209,11 +236,13 @@ def exp_rows(
         target_C,
         slope_C,
         *out,
+        *(sums or 5 * (out.sum_N,)),
         softcap_inverse,
         vocab,
         exp_CV.shape[1],
         HAS_BIAS=bias_V is not None,
         HAS_SOFTCAP=softcap_inverse != 0,
+        TOP=sums is not None,
         BLOCK=config.block,
         num_warps=config.num_warps,
     )

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from fastgrpo_kernels import _exact_rows
 from fastgrpo_kernels._chunks import Head, product, runs_epilogue
+from fastgrpo_kernels._exact_rows import RowSums, refine
 from fastgrpo_kernels._exp_gemm import GEMM, Partials, exp_gemm, fits_exp_gemm
 from fastgrpo_kernels._exp_rows import RowStats, entropy_gradients, exp_rows
 
@@ -40,6 +42,7 @@ def slices(rows: slice, step: int) -> Iterator[slice]:
 @dataclass(frozen=True, slots=True)
 class Plan:
     epilogue: bool
+    refined: bool  # the logits that decide a logprob are made again without tensor cores
     sub_rows: int
     chunk_rows: int
 
@@ -52,8 +55,9 @@ def make_plan(hidden_NH: Tensor, weight_VH: Tensor, chunk_bytes: int, *, epilogu
         epilogue = runs_epilogue(hidden_NH)
     epilogue = epilogue and fits_exp_gemm(hidden_NH, weight_VH)
     row_bytes = padded * weight_VH.element_size() + 4 * width  # D, and room for dX in fp32 or for scale * X
+    refined = width >= _exact_rows.REFINED_WIDTH
     if epilogue:
-        row_bytes += 4 * (3 * _round_up(vocab, GEMM.columns) // (GEMM.columns // 2) + 2)
+        row_bytes += 4 * ((5 if refined else 3) * _round_up(vocab, GEMM.columns) // (GEMM.columns // 2) + 5)
         sub_rows = _ROW_MULTIPLE
     else:
         sub_rows = _floor_rows(chunk_bytes // 4 // (4 * padded), SUB_ROWS)
@@ -62,7 +66,7 @@ def make_plan(hidden_NH: Tensor, weight_VH: Tensor, chunk_bytes: int, *, epilogu
     chunks = -(-hidden_NH.shape[0] // rows)  # chunks of equal size: a short last one would waste products
     if chunks > 1:
         rows = _round_up(-(-hidden_NH.shape[0] // chunks), sub_rows)
-    return Plan(epilogue, sub_rows, rows)
+    return Plan(epilogue, refined, sub_rows, rows)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -94,20 +98,22 @@ class Sweep:
     plan: Plan
     stats: RowStats
     logits_SV: Tensor | None  # rows form
+    sums: RowSums | None  # rows form, refined
     partials: Partials | None  # epilogue form
 
     @classmethod
     def of(cls, hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, plan: Plan) -> Sweep:
         num_rows, device = hidden_NH.shape[0], hidden_NH.device
         vocab = head.weight_VH.shape[0]
-        logits_SV = partials = None
+        logits_SV = sums = partials = None
         if plan.epilogue:
-            partials = Partials.empty(min(plan.chunk_rows, num_rows), vocab, device, GEMM)
+            partials = Partials.empty(min(plan.chunk_rows, num_rows), vocab, device, GEMM, refined=plan.refined)
         else:
             logits_SV = empty_rows(min(plan.sub_rows, num_rows), vocab, torch.float32, device)
+            sums = RowSums.empty(logits_SV.shape[0], device) if plan.refined else None
         stats = RowStats(*torch.empty(len(RowStats._fields), num_rows, dtype=torch.float32, device=device))
         slope_N = temperature_N.reciprocal().mul_(head.logit_scale)
-        return cls(hidden_NH, head, target_N, slope_N, plan, stats, logits_SV, partials)
+        return cls(hidden_NH, head, target_N, slope_N, plan, stats, logits_SV, sums, partials)
 
     @property
     def chunks(self) -> Iterator[slice]:
@@ -136,14 +142,12 @@ class Sweep:
             )
             return
         for rows in slices(chunk, self.plan.sub_rows):
-            exp_rows(
-                self._logits(rows),
-                self.target_N[rows],
-                self.slope_N[rows],
-                self.stats.chunk(rows),
-                exp_CV[rows.start - chunk.start : rows.stop - chunk.start],
-                **self._options,
-            )
+            target_C, slope_C, stats = self.target_N[rows], self.slope_N[rows], self.stats.chunk(rows)
+            exp = exp_CV[rows.start - chunk.start : rows.stop - chunk.start]
+            exp_rows(self._logits(rows), target_C, slope_C, stats, exp, sums=self.sums, **self._options)
+            if self.sums is not None:
+                operands = (self.hidden_NH[rows], self.head.weight_VH, target_C, slope_C)
+                refine(*operands, self.sums, stats, target_is_exact=False, **self._options)
 
     def gradient_buffer(self, wanted: bool) -> Tensor:
         """For D of one chunk; without columns where it is not wanted."""

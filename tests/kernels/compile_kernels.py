@@ -10,9 +10,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastgrpo_kernels import POLICY_LOSSES, _exp_gemm, _exp_rows, _grpo_rows, _scale
+from fastgrpo_kernels import POLICY_LOSSES, _exact_rows, _exp_gemm, _exp_rows, _grpo_rows, _scale
 
-POINTERS = {"target_ptr": "*i64", "flags_ptr": "*u8"}
+POINTERS = {"target_ptr": "*i64", "flags_ptr": "*u8", "column_ptr": "*i32", "tile_column_ptr": "*i32"}
 LOSS_NUMBERS = {"clip_low", "clip_high", "clip_c", "importance_max", "kl_coef", "entropy_coef", "tau_pos", "tau_neg"}
 NUMBERS = LOSS_NUMBERS | {"softcap_inverse"}
 WIDE = {"logits_stride", "exp_stride", "gradient_stride", "hidden_stride", "weight_stride"}
@@ -39,9 +39,16 @@ def compile_one(
 def rows_form(arch: int):
     sweep = {"BLOCK": _exp_rows.SWEEP.block}
     for operand, bias, softcap in (("bf16", False, False), ("fp32", True, True)):
-        flags = {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap, **sweep}
-        for kernel in (_exp_rows.exp_rows_kernel, _exp_rows.entropy_gradients_kernel):
-            yield compile_one(kernel, flags, arch, operand, num_warps=_exp_rows.SWEEP.num_warps)
+        flags = {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap}
+        for kernel, more in (
+            (_exp_rows.exp_rows_kernel, {"TOP": False}),
+            (_exp_rows.exp_rows_kernel, {"TOP": True}),
+            (_exp_rows.entropy_gradients_kernel, {}),
+        ):
+            constants = {**flags, **more, **sweep}
+            yield compile_one(kernel, constants, arch, operand, num_warps=_exp_rows.SWEEP.num_warps)
+        one_row = {**flags, "BLOCK": _exact_rows._BLOCK}
+        yield compile_one(_exact_rows.refine_kernel, {**one_row, "TARGET": True}, arch, operand)
     yield compile_one(_scale.scale_kernel, {"PER_ROW": True, "BLOCK": _scale._BLOCK}, arch, num_warps=8)
     for policy in range(len(POLICY_LOSSES)):
         flags = dict.fromkeys(("HAS_OLD", "HAS_REF", "HAS_SAMPLER", "HAS_ENTROPY", "STRAIGHT"), policy != 1)
@@ -52,8 +59,14 @@ def rows_form(arch: int):
 def epilogue_form(arch: int):
     gemm, merge = _exp_gemm.GEMM, {"ROWS": _exp_gemm._MERGE_ROWS, "TILES": _exp_gemm._MERGE_TILES}
     tile = {"ROWS": gemm.rows, "COLUMNS": gemm.columns, "DEPTH": gemm.depth, "GROUP": gemm.group, "PROGRAMS": 132}
-    yield compile_one(_exp_gemm.merge_kernel, merge, arch)
-    for bias, softcap, store in ((False, False, True), (False, False, False), (True, True, True)):
+    for top in (False, True):
+        yield compile_one(_exp_gemm.merge_kernel, {**merge, "TOP": top}, arch)
+    for bias, softcap, store, top in (
+        (False, False, True, False),
+        (False, False, False, True),
+        (False, False, True, True),
+        (True, True, True, True),
+    ):
         flags = {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap}
         stored = f"tensordesc<bf16[{gemm.rows},{gemm.columns // 2 if store else gemm.depth}]>"
         descriptors = {
@@ -61,12 +74,14 @@ def epilogue_form(arch: int):
             "weight_desc": f"tensordesc<bf16[{gemm.columns},{gemm.depth}]>",
             "exp_desc": stored,
         }
-        constants = {**flags, "STORE": store, **tile, "FLATTEN": gemm.flatten}
+        constants = {**flags, "STORE": store, "TOP": top, **tile, "FLATTEN": gemm.flatten}
         yield compile_one(
             _exp_gemm.exp_gemm_kernel, constants, arch, "bf16", descriptors, gemm.num_warps, gemm.num_stages
         )
         if store:
-            yield compile_one(_exp_gemm.target_logits_kernel, {**flags, "BLOCK": 1024}, arch)
+            one_row = {**flags, "BLOCK": _exact_rows._BLOCK}
+            yield compile_one(_exact_rows.target_logits_kernel, one_row, arch)
+            yield compile_one(_exact_rows.refine_kernel, {**one_row, "TARGET": False}, arch)
             yield compile_one(
                 _exp_gemm.settle_kernel, {"HAS_SOFTCAP": softcap, "COLUMNS": gemm.columns // 2, "BLOCK": 4096}, arch
             )

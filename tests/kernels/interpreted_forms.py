@@ -23,6 +23,7 @@ from fastgrpo_kernels import (
     POLICY_LOSSES,
     GrpoRows,
     GrpoSettings,
+    _exact_rows,
     _exp_gemm,
     _exp_rows,
     _grpo_rows,
@@ -37,17 +38,29 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on
 INF, NAN = math.inf, math.nan
 
 
-@pytest.fixture(params=["rows", "epilogue"])
-def form(request, monkeypatch):
-    """Both test modules with their ops bound to one form; its tiles small, so that each tensor has several."""
-    for module in (grpo_tests, logprob_tests):
-        for op in (linear_logprob, linear_grpo_loss):
-            monkeypatch.setattr(module, op.__name__, functools.partial(op, impl=request.param), raising=False)
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """So that each tensor has several."""
     small = _exp_gemm.GemmConfig(rows=16, columns=32, depth=16, group=2, num_warps=4, num_stages=2, flatten=True)
     monkeypatch.setattr(_exp_gemm, "GEMM", small)
     monkeypatch.setattr(_sweep, "GEMM", small)
     monkeypatch.setattr(_exp_gemm.exp_gemm, "__kwdefaults__", {**_exp_gemm.exp_gemm.__kwdefaults__, "config": small})
+    return small
+
+
+@pytest.fixture(params=["rows", "epilogue"])
+def form(request, monkeypatch, small_tiles):
+    """Both test modules with their ops bound to one form."""
+    for module in (grpo_tests, logprob_tests):
+        for op in (linear_logprob, linear_grpo_loss):
+            monkeypatch.setattr(module, op.__name__, functools.partial(op, impl=request.param), raising=False)
     return request.param
+
+
+@pytest.fixture
+def refined(monkeypatch):
+    """Rows are refined, as long ones are."""
+    monkeypatch.setattr(_exact_rows, "REFINED_WIDTH", 1)
 
 
 @pytest.mark.parametrize("N, V, H", [(0, 5, 8), (1, 257, 24), (19, 100, 40)])
@@ -137,7 +150,7 @@ def test_several_chunks(form, monkeypatch):
             results.append((out.logprobs_N, inputs[0].grad, inputs[1].grad, inputs[2].grad, accumulator - 1))
         for result in results[:2]:
             for got, want in zip(result, results[2], strict=True):
-                assert grpo_tests.relative(got, want.double()) < 2e-6
+                assert grpo_tests.relative(got, want.double()) < 4e-6
 
 
 def test_the_rows_a_byte_budget_buys():
@@ -224,6 +237,82 @@ def test_token_terms_equal_the_torch_form(policy_loss, kl_type):
         for name in out._fields:
             got, expected = getattr(out, name), getattr(want, name)
             torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-7, equal_nan=True, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda: logprob_tests.test_values_and_gradients_equal_full_logits(100, 40, 19, 7),
+        lambda: grpo_tests.test_everything_at_once_equals_full_logits(257, 24, 19, 7),
+        lambda: grpo_tests.test_each_option_equals_full_logits({"softcap": 4.0, "logit_scale": 1.5}, ""),
+        lambda: logprob_tests.test_bounds_hold_for_any_logits(0.0),
+        lambda: logprob_tests.test_bounds_hold_for_any_logits(1e18),
+        lambda: grpo_tests.test_finite_for_any_logits(1e18),
+        lambda: grpo_tests.test_no_valid_row(4, -100),
+        logprob_tests.test_target_outside_the_vocabulary_is_nan_and_leaves_others_alone,
+        logprob_tests.test_strided_inputs,
+    ],
+)
+def test_refined_rows_keep_every_promise(form, refined, test):
+    test()
+
+
+def test_refined_rows_far_and_masked(form, refined, monkeypatch):
+    test_a_tile_far_above_the_target(form)
+    test_tokens_masked_by_the_bias(form)
+    test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one(form)
+    test_several_chunks(form, monkeypatch)
+
+
+@pytest.mark.parametrize("target_is_exact", [True, False])
+@pytest.mark.parametrize("softcap", [0.0, 40.0])
+@pytest.mark.parametrize("sure", [True, False])
+def test_logits_cut_short_are_put_right(target_is_exact, softcap, sure):
+    """Products 1e-3 short, as tensor cores leave them, with targets that are the row's best token or are not."""
+    hidden, weight, target, bias = logprob_tests.problem(9, 300, 32)
+    hidden, rows, slope = hidden * 6, range(9), torch.linspace(0.5, 1.5, 9)
+
+    def logits(product):
+        raw = product + bias.double()
+        return (softcap * (raw / softcap).tanh() if softcap else raw) * slope[:, None].double()
+
+    product = hidden.double() @ weight.double().T
+    if sure:
+        target = logits(product).argmax(1)
+    short = product * (1 - 1e-3)
+    if target_is_exact:
+        short[rows, target] = product[rows, target]
+    top = logits(short).scatter(1, target[:, None], -INF).argmax(1)
+    want = short.clone()
+    want[rows, target], want[rows, top] = product[rows, target], product[rows, top]
+    want = logits(want).log_softmax(1)
+
+    options = {"bias_V": bias, "softcap_inverse": 1 / softcap if softcap else 0.0}
+    stats, sums = _exp_rows.RowStats(*torch.empty(4, 9)), _exact_rows.RowSums.empty(9, torch.device("cpu"))
+    _exp_rows.exp_rows(short.float(), target, slope, stats, torch.empty(9, 0), sums=sums, **options)
+    assert torch.equal(sums.column_C.long(), top)
+    assert (stats.logprob_N - want[rows, target]).abs().max() > 1e-4
+    _exact_rows.refine(hidden, weight, target, slope, sums, stats, target_is_exact=target_is_exact, **options)
+    torch.testing.assert_close(stats.logprob_N.double(), want[rows, target], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(stats.entropy_N.double(), -(want * want.exp()).sum(1), rtol=1e-6, atol=1e-5)
+    assert (stats.logprob_N <= 0).all() and (stats.entropy_N >= 0).all()
+
+
+def test_the_epilogue_finds_the_largest_of_the_others(small_tiles):
+    for V in (1, 2, 33, 100):
+        hidden, weight, target, _ = logprob_tests.problem(19, V, 16)
+        weight[V // 2 :] = weight[: V - V // 2].clone()  # equal logits: any of them will do
+        partials = _exp_gemm.Partials.empty(19, V, hidden.device, small_tiles, refined=True)
+        stats = _exp_rows.RowStats(*torch.empty(4, 19))
+        _exp_gemm.exp_gemm(hidden, weight, target, torch.ones(19), stats, partials, torch.empty(19, 0))
+        others = (hidden @ weight.T).scatter(1, target[:, None], -INF)
+        top, column = partials.sums.top_C, partials.sums.column_C.long()
+        if V == 1:
+            assert (top < _exact_rows.NO_LOGIT.value).all()
+            continue
+        torch.testing.assert_close(top, others.amax(1))
+        assert (column != target).all()
+        torch.testing.assert_close(others.gather(1, column[:, None])[:, 0], others.amax(1))
 
 
 def test_offsets_beyond_32_bits():
