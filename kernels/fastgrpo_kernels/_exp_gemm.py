@@ -111,7 +111,7 @@ def _epilogue(
     largest = tl.max(logit, 1)
     at = column_tile.to(tl.int64) * tile_stride + rows
     if TOP:
-        column = tl.max(tl.where(logit == largest[:, None], columns[None, :], -1), 1)
+        column = tl.max(tl.where(logit == largest[:, None], columns[None, :], -1), 1)  # pyright: ignore[reportArgumentType]
         tl.store(tile_top_ptr + at, largest / LOG2E, mask=row_inside)
         tl.store(tile_column_ptr + at, column, mask=row_inside)
     fits = largest - shift * LOG2E <= LARGEST * LOG2E  # false for NaN and for a shift of minus infinity
