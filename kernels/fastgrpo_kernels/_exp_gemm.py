@@ -242,7 +242,11 @@ def merge_kernel(
         if TOP:
             tile_top = tl.load(tile_top_ptr + place, mask=inside, other=float("-inf"))
             here = tl.max(tile_top, 0)
-            tile_column = tl.load(tile_column_ptr + place, mask=inside & (tile_top == here[None, :]), other=-1)
+            tile_column = tl.load(
+                tile_column_ptr + place,
+                mask=inside & (tile_top == here[None, :]),  # pyright: ignore[reportArgumentType]
+                other=-1,
+            )
             column = tl.where(here > top, tl.max(tile_column, 0), column)
             top = tl.maximum(top, here)
     sums = tl.zeros([TILES, ROWS], dtype=tl.float32)
