@@ -112,7 +112,7 @@ def plain_loss(x: Tensor, r: dict[str, Tensor], kl_coef: float = 0.1) -> Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("H, V", [(896, 151936), (3584, 152064)])
+@pytest.mark.parametrize("H, V", [(896, 151936), (3584, 152064), (4096, 128256)])
 def test_errors_at_16384_rows(H, V, form):
     T = 16384
     hidden, weight, target = problem(T, H, V)
