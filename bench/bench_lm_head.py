@@ -4,11 +4,11 @@
     python bench/bench_lm_head.py --quick                the smallest shape at T = 4096, under a minute
     python bench/bench_lm_head.py --render FILE --readme README.md        table and picture again; needs no GPU
 
-Measured are the training pass (a GRPO loss with clipping and k3, gradients of hidden and weight), the pass without
-gradient (logprob and entropy), and the memory of the training pass over T. Rows go to bench/results/lm_head_<gpu>.json
-as they come, the picture beside it, the tables to the screen. T is halved until a shape fits the free memory. A peer
-that cannot run here is a row that says why; one that takes the CUDA context down costs a restart, which goes on behind
-it.
+Measured are the training pass (a GRPO loss with clipping and k3, gradients of hidden and weight), the same on cross
+entropy, which is all that some peers have, the pass without gradient (logprob and entropy), and the memory of the
+training pass over T. Rows go to bench/results/lm_head_<gpu>.json as they come, the picture beside it, the tables to the
+screen. T is halved until a shape fits the free memory. A peer that cannot run here is a row that says why; one that
+takes the CUDA context down costs a restart, which goes on behind it.
 
 The parts: lm_head_data.py (inputs), lm_head_exact.py (fp64), lm_head_peers.py and lm_head_own.py (what is timed),
 lm_head_timing.py (how), lm_head_records.py (the file), lm_head_report.py (tables and picture).
@@ -37,6 +37,7 @@ from run_summary import commit, slug
 SHAPES = ((896, 151936), (1536, 151936), (3584, 152064), (4096, 128256))
 MEMORY_ROWS = tuple(8192 << i for i in range(6))
 MEMORY_IMPLS = ("fastgrpo", "fastgrpo, 1 GiB")
+TURNS = (("nograd",), ("train", "ce"), ("row",))  # ops whose passes are timed in turns, against one floor
 DEVICE = "cuda"
 RESULTS = Path(__file__).parent / "results"
 
@@ -120,17 +121,16 @@ def run_shape(
         records.add(make_row(peer.op, Result(peer, error=reason), size, None) for peer in peers)
         return
     size = (rows, *size[1:])
-    todo = {
-        op: [peer for peer in peers if peer.op == op and not records.has(op, peer.name, size)]
-        for op in ("nograd", "train", "row")
-    }
-    if not any(todo.values()):
+    todo = [
+        [peer for peer in peers if peer.op in ops and not records.has(peer.op, peer.name, size)] for ops in TURNS
+    ]
+    if not any(todo):
         print(f"{size}: done before", flush=True)
         return
     inputs, exact = prepare(*size)
     records.add_data(size, exact)
     print(f"T {size[0]} H {size[1]} V {size[2]}: mean entropy {exact.entropy_S.mean().item():.3f}", flush=True)
-    for op, pending in todo.items():
+    for pending in todo:
         try:
             results = measure(
                 pending,
@@ -141,13 +141,13 @@ def run_shape(
                 deadline=deadline,
             )
         except LostDevice as lost:
-            records.add([make_row(op, lost.result, size, None)])
+            records.add([make_row(lost.result.peer.op, lost.result, size, None)])
             raise
         floor_ms = next((quantiles(r.milliseconds)["ms_p50"] for r in results if r.peer.name == FLOOR), None)
-        new = [make_row(op, result, size, floor_ms) for result in results]
+        new = [make_row(result.peer.op, result, size, floor_ms) for result in results]
         records.add(new)
         for row in new:
-            print(f"  {op:7} {row['impl']:34} {describe(row)}", flush=True)
+            print(f"  {row['op']:7} {row['impl']:34} {describe(row)}", flush=True)
 
 
 def describe(row: dict) -> str:

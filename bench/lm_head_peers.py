@@ -1,8 +1,8 @@
 """What bench_lm_head.py times: the list of all, and the passes of public packages, each at its best public settings.
 
 A peer is a name and a function like those of lm_head_own.py, which imports its package when it is called. What a peer
-cannot do is in its name: "CE" = mean cross entropy, whose gradient is that of the GRPO loss of an on-policy batch with
-advantage 1; "no entropy" = logprob only. cut-cross-entropy runs with its shipped kernel settings (no CCE_AUTOTUNE).
+cannot do is in its name: "no entropy" = logprob only. The op "ce" is a training pass on mean cross entropy, whose gradient
+is that of the GRPO loss of an on-policy batch with advantage 1: what a peer can that has no policy loss. cut-cross-entropy runs with its shipped kernel settings (no CCE_AUTOTUNE).
 """
 
 from __future__ import annotations
@@ -44,9 +44,13 @@ class Unavailable(Exception):
 @dataclass(frozen=True)
 class Peer:
     name: str
-    op: str  # "train" or "nograd"
+    op: str  # "train", "ce", "nograd" or "row"
     make: Callable[[Inputs], Run]
-    objective: str = "grpo"  # or "ce"; of a training pass
+
+    @property
+    def objective(self) -> str:
+        """Of a training pass: see lm_head_data.OBJECTIVES."""
+        return "ce" if self.op == "ce" else "grpo"
 
 
 def all_peers() -> list[Peer]:
@@ -62,7 +66,7 @@ def all_peers() -> list[Peer]:
         Peer("fastgrpo", "nograd", ours_nograd),
         Peer("fastgrpo", "train", ours_train),
         Peer("fastgrpo, 1 GiB", "train", functools.partial(ours_train, chunk_bytes=SMALL_CHUNK_BYTES)),
-        Peer("fastgrpo, CE", "train", ours_ce, "ce"),
+        Peer("fastgrpo", "ce", ours_ce),
         *_product_peers(),
         Peer("torch.compile'd chunks", "nograd", compiled_nograd),
         Peer("torch.compile'd chunks", "train", compiled_train),
@@ -71,8 +75,8 @@ def all_peers() -> list[Peer]:
         Peer("CCE, no entropy", "nograd", _cce_nograd),
         Peer("CCE unfiltered + torch loss", "train", functools.partial(_cce_train, filter_eps=None)),
         Peer("CCE filtered + torch loss", "train", functools.partial(_cce_train, filter_eps="auto")),
-        Peer("Liger fused linear CE", "train", functools.partial(_liger_ce, chunk_mem_const=1), "ce"),
-        Peer("Liger fused linear CE, 16 x chunk", "train", functools.partial(_liger_ce, chunk_mem_const=16), "ce"),
+        Peer("Liger fused linear CE", "ce", functools.partial(_liger_ce, chunk_mem_const=1)),
+        Peer("Liger fused linear CE, 16 x chunk", "ce", functools.partial(_liger_ce, chunk_mem_const=16)),
         Peer("Liger fused linear GRPO", "train", functools.partial(_liger_grpo, tf32=False)),
         Peer("Liger fused linear GRPO, TF32", "train", functools.partial(_liger_grpo, tf32=True)),
         Peer("torch, whole logits", "nograd", naive_nograd),

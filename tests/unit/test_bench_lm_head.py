@@ -243,7 +243,7 @@ def test_a_failing_peer_is_a_row_and_the_others_go_on(fake_cuda, prepared):
         Peer("bad", "train", failing(ValueError("no kernel image\nmore"))),
         Peer("big", "train", failing(torch.OutOfMemoryError())),
         Peer("slow", "train", slow),
-        Peer("also good", "train", ours_ce, "ce"),
+        Peer("also good", "ce", ours_ce),
     ]
     results = measure(peers, inputs, exact, repeats=4, seconds_each=0.3, deadline=Deadline.after(60))
     assert [result.error for result in results] == [
