@@ -121,9 +121,7 @@ def run_shape(
         records.add(make_row(peer.op, Result(peer, error=reason), size, None) for peer in peers)
         return
     size = (rows, *size[1:])
-    todo = [
-        [peer for peer in peers if peer.op in ops and not records.has(peer.op, peer.name, size)] for ops in TURNS
-    ]
+    todo = [[peer for peer in peers if peer.op in ops and not records.has(peer.op, peer.name, size)] for ops in TURNS]
     if not any(todo):
         print(f"{size}: done before", flush=True)
         return

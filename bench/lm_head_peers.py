@@ -1,8 +1,9 @@
 """What bench_lm_head.py times: the list of all, and the passes of public packages, each at its best public settings.
 
 A peer is a name and a function like those of lm_head_own.py, which imports its package when it is called. What a peer
-cannot do is in its name: "no entropy" = logprob only. The op "ce" is a training pass on mean cross entropy, whose gradient
-is that of the GRPO loss of an on-policy batch with advantage 1: what a peer can that has no policy loss. cut-cross-entropy runs with its shipped kernel settings (no CCE_AUTOTUNE).
+cannot do is in its name: "no entropy" = logprob only. The op "ce" is a training pass on mean cross entropy, whose
+gradient is that of the GRPO loss of an on-policy batch with advantage 1: for packages that have no policy loss.
+cut-cross-entropy runs with its shipped kernel settings (no CCE_AUTOTUNE).
 """
 
 from __future__ import annotations
