@@ -13,7 +13,7 @@ The workload is reference_step.yaml on a model of random weights (made_model.py)
 steps are left out. Rows go to bench/results/step_<gpu>.json as they come, the picture beside it:
 
     {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, gen_tail_s, gap_abs_mean,
-     response_tokens_mean, masters, step_s, engine, settings, error, versions, commit, device}
+     response_tokens_mean, planned (GiB, by peak), masters, step_s, engine, settings, error, versions, commit, device}
 
 train_peak_gib is what torch allocates at most while the engine sleeps, rollout_peak_gib what the whole device holds
 while it draws (step_memory.py). mfu counts the model's work once, without recomputation (fastgrpo/flops.py).
@@ -24,18 +24,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from children import run_child
 from run_summary import commit, device_name, result_file, versions
-from step_report import Rows, render
+from step_report import Rows, render, summary
 
 REFERENCE = "Qwen2.5-1.5B-Instruct"
 IMPLS = ("ours", "trl", "trl_liger")
@@ -112,30 +111,21 @@ def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
     failed = False
     for _ in range(args.rounds):
         for job in jobs:
-            result = run_child(args, *job, models)
+            result = measure(args, *job, models)
             failed |= "error" in result
             seen[job].append(result)
             rows.put(make_row(*job, seen[job], args))
     return failed
 
 
-def run_child(args: argparse.Namespace, impl: str, shape: str, models: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, impl: str, shape: str, models: Path) -> dict[str, Any]:
     """One process: what it reports, or {"error"}."""
     print(f"-- {impl}, {shape}", flush=True)
     report = models / "report.json"
-    report.unlink(missing_ok=True)
-    models.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--child", impl, str(report), "--shape", shape]
     command += ["--steps", str(counts(impl, args)[0]), *(["--smoke"] if args.smoke and impl.startswith("trl") else [])]
     command += ["--models", str(models), "--", *args.overrides, *([MADE] if impl not in CHILDREN else [])]
-    environ = os.environ | {"PYTHONUNBUFFERED": "1"}
-    try:
-        done = subprocess.run(command, env=environ, timeout=60 * args.minutes, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {args.minutes:g} minutes"}
-    if done.returncode or not report.exists():
-        return {"error": f"ended with status {done.returncode}"}
-    return json.loads(report.read_text())
+    return run_child(command, report, args.minutes, os.environ)
 
 
 def child(args: argparse.Namespace, impl: str, report: str) -> None:
@@ -159,28 +149,10 @@ def child(args: argparse.Namespace, impl: str, report: str) -> None:
 
 
 def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Medians over the steps after the warm-up of all processes, and the largest peaks."""
-    done = [result for result in results if "error" not in result]
-    steps = [step for result in done for step in result["steps"][counts(impl, args)[1] :]]
-    last = done[-1] if done else {}
     return {
         "impl": f"{impl}, {args.label}" if args.label and impl.startswith("ours") else impl,
         "workload": workload(shape, args),
-        "step_s_p50": median([step["step_s"] for step in steps]),
-        "phases": {
-            name: median([step["phases"][name] for step in steps]) for name in (steps[0]["phases"] if steps else [])
-        },
-        "train_peak_gib": largest(steps, "train_peak_gib"),
-        "rollout_peak_gib": largest(steps, "rollout_peak_gib"),
-        "mfu": median([step["mfu"] for step in steps if step.get("mfu") is not None]),
-        "gen_tail_s": median([step["gen_tail_s"] for step in steps if step.get("gen_tail_s") is not None]),
-        "gap_abs_mean": largest(steps, "gap_abs_mean"),
-        "response_tokens_mean": mean(steps, "response_tokens_mean"),
-        "masters": last.get("masters"),
-        "step_s": [round(step["step_s"], 3) for step in steps],
-        "engine": last.get("engine"),
-        "settings": last.get("settings"),
-        "error": next((result["error"] for result in results if "error" in result), None),
+        **summary(results, counts(impl, args)[1]),
     }
 
 
@@ -192,20 +164,6 @@ def workload(shape: str, args: argparse.Namespace) -> str:
 
 
 SIZES = ("data.train_batch_size", "rollout.n", "data.max_prompt_length", "data.max_response_length")
-
-
-def median(values: Sequence[float]) -> float | None:
-    return round(float(np.median(values)), 4) if values else None
-
-
-def largest(steps: Sequence[dict[str, Any]], name: str) -> float | None:
-    values = [step[name] for step in steps if step.get(name) is not None]
-    return round(max(values), 4) if values else None
-
-
-def mean(steps: Sequence[dict[str, Any]], name: str) -> float | None:
-    values = [step[name] for step in steps if step.get(name) is not None]
-    return round(float(np.mean(values)), 4) if values else None
 
 
 if __name__ == "__main__":

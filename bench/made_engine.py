@@ -1,6 +1,7 @@
-"""An engine that draws nothing: made answers of full length, at once. For timing the training phase alone.
+"""Engines that draw nothing: made answers, at once. MadeEngine's have full length, for timing the training phase alone;
+RaggedEngine's any length, for comparing updates. They follow the request's seed, so they are the same on any ranks.
 
-Its answers carry no logprobs, so the parity gate and the importance correction have nothing to look at.
+The answers carry no logprobs, so the parity gate and the importance correction have nothing to look at.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class MadeEngine:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Request) -> Rollout:
-        ids = np.random.default_rng(request.seed).integers(0, self._vocab, request.max_tokens, dtype=np.int32)
+        rng = np.random.default_rng(request.seed)
+        ids = rng.integers(0, self._vocab, self._length(rng, request.max_tokens), dtype=np.int32)
         return Rollout(
             uid=request.uid,
             sample=request.sample,
@@ -49,5 +51,13 @@ class MadeEngine:
             weight_version=self._version,
         )
 
+    def _length(self, rng: np.random.Generator, most: int) -> int:
+        return most
+
     def close(self) -> None:
         pass
+
+
+class RaggedEngine(MadeEngine):
+    def _length(self, rng: np.random.Generator, most: int) -> int:
+        return int(rng.integers(1, most + 1))

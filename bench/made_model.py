@@ -44,13 +44,13 @@ def shape_config(shape: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(SHAPES / shape)
 
 
-def make_model(shape: str, folder: Path, device: str = "cpu") -> Path:
-    """`folder`, filled unless it holds a model already; the same weights for the same shape and device."""
+def make_model(shape: str, folder: Path, device: str = "cpu", seed: int = 0) -> Path:
+    """`folder`, filled unless it holds a model already; the same weights for the same shape, device and seed."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):  # the ranks of one job all ask
         if not (folder / "tokenizer" / "tokenizer.json").exists():  # written last
             config = shape_config(shape)
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             with torch.device(device):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             model.save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""fastgrpo's steps for bench_step.py, in a process of their own: the trainer as a user starts it from Python."""
+"""fastgrpo's steps for bench_step.py and bench_layouts.py, in processes of their own: the trainer as a user starts it
+from Python. On several ranks every rank calls `run`; peaks are the largest of the ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from transformers import AutoConfig
 
 from fastgrpo import Trainer
 from fastgrpo.compose import read_config
+from fastgrpo.mesh import Mesh
+from fastgrpo.plan import Plan
 from made_model import make_prompts, reward_of
-from step_memory import train_peak_gib
+from step_memory import GIB, train_peak_gib
 
 WORKLOAD = Path(__file__).parent / "reference_step.yaml"
 
@@ -24,17 +27,18 @@ def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     vocab = AutoConfig.from_pretrained(model).vocab_size
     prompts = make_prompts(config.data.train_batch_size * steps, config.data.max_prompt_length, vocab)
     trainer = Trainer(config, prompts=prompts, reward=lambda response: reward_of(response))
-    rows = []
+    mesh, rows = trainer.stages.mesh, []
     for _ in range(steps):
         record = trainer.step()
-        print({name: round(seconds, 3) for name, seconds in record.timings.items()}, flush=True)
+        if mesh.is_main:
+            print({name: round(seconds, 3) for name, seconds in record.timings.items()}, flush=True)
         rows.append(
             {
                 "step_s": record.timings["step"],
                 "phases": {name: seconds for name, seconds in record.timings.items() if name != "step"},
                 "gen_tail_s": record.metrics["timing_s/gen_tail"],
-                "train_peak_gib": train_peak_gib(),
-                "rollout_peak_gib": record.metrics.get("perf/rollout_gib"),
+                "train_peak_gib": largest_of(mesh, train_peak_gib()),
+                "rollout_peak_gib": largest_of(mesh, record.metrics.get("perf/rollout_gib")),
                 "mfu": record.metrics.get("perf/mfu"),
                 "response_tokens_mean": record.metrics["response_length/mean"],
                 "gap_abs_mean": record.metrics.get("gap/abs_mean"),
@@ -44,6 +48,7 @@ def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     result = {
         "steps": rows,
         "engine": dict(trainer.stages.engine.info),
+        "planned": planned_gib(trainer.stages.plan),
         "masters": "float32",
         "settings": {
             "max_tokens_per_gpu": settled.actor.max_tokens_per_gpu,
@@ -57,3 +62,16 @@ def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     }
     trainer.close()
     return result
+
+
+def largest_of(mesh: Mesh, value: float | None) -> float | None:
+    """Over the ranks; None where none has a value."""
+    return max((found for found in mesh.gather(value) if found is not None), default=None)
+
+
+def planned_gib(plan: Plan | None) -> dict[str, float] | None:
+    """What the memory plan expected of the peaks, without its reserves. None on a CPU."""
+    if plan is None:
+        return None
+    peaks = {"train": plan.training, "sync": plan.sync, "rollout": plan.rollout}
+    return {name: round(peak.total / GIB, 3) for name, peak in peaks.items()}

@@ -1,10 +1,13 @@
-"""The result file of bench_step.py, its table and its picture."""
+"""The result file of the benchmarks of whole steps: what goes into a row; bench_step.py's table and its picture."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 COLORS = {"sync": "tab:purple", "gen": "tab:blue", "reward": "0.7", "old": "tab:olive", "ref": "tab:cyan"}
 COLORS |= {"update": "tab:red", "gate": "0.5", "rest": "0.85"}
@@ -25,6 +28,46 @@ class Rows:
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         partial.replace(self._path)
+
+
+def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
+    """Of what step_ours.run and its like report, or {"error"}: medians over the steps after the warm-up of all
+    processes, and the largest peaks."""
+    done = [result for result in results if "error" not in result]
+    steps = [step for result in done for step in result["steps"][warm_up:]]
+    last = done[-1] if done else {}
+    return {
+        "step_s_p50": median([step["step_s"] for step in steps]),
+        "phases": {
+            name: median([step["phases"][name] for step in steps]) for name in (steps[0]["phases"] if steps else [])
+        },
+        "train_peak_gib": largest(steps, "train_peak_gib"),
+        "rollout_peak_gib": largest(steps, "rollout_peak_gib"),
+        "planned": last.get("planned"),
+        "mfu": median([step["mfu"] for step in steps if step.get("mfu") is not None]),
+        "gen_tail_s": median([step["gen_tail_s"] for step in steps if step.get("gen_tail_s") is not None]),
+        "gap_abs_mean": largest(steps, "gap_abs_mean"),
+        "response_tokens_mean": mean(steps, "response_tokens_mean"),
+        "masters": last.get("masters"),
+        "step_s": [round(step["step_s"], 3) for step in steps],
+        "engine": last.get("engine"),
+        "settings": last.get("settings"),
+        "error": next((result["error"] for result in results if "error" in result), None),
+    }
+
+
+def median(values: Sequence[float]) -> float | None:
+    return round(float(np.median(values)), 4) if values else None
+
+
+def largest(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return round(max(values), 4) if values else None
+
+
+def mean(steps: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return round(float(np.mean(values)), 4) if values else None
 
 
 def render(path: Path) -> str:

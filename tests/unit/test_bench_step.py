@@ -15,17 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bench_attention
 import bench_generate
+import bench_layouts
 import bench_step
 import bench_sync
 import step_memory
-from bench_step import make_row, median, parse
+from bench_step import make_row, parse
 from fastgrpo.compose import read_config
 from fastgrpo.config import check
 from made_engine import MadeEngine
 from made_model import make_model, make_prompts, reward_of, shape_config
 from run_summary import result_file
 from step_ours import WORKLOAD
-from step_report import Rows, render
+from step_report import Rows, median, render
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,7 +88,7 @@ def test_a_failed_row_is_shown_with_its_reason(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", [bench_step, bench_sync, bench_attention, bench_generate])
+@pytest.mark.parametrize("script", [bench_step, bench_sync, bench_attention, bench_generate, bench_layouts])
 def test_without_a_gpu_they_say_so(script, capsys):
     assert script.main([]) == 2
     assert "finds no CUDA device here" in capsys.readouterr().out

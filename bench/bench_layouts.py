@@ -1,0 +1,224 @@
+"""Compare parallel layouts on the GPUs of one host: is the update the same, and what do more GPUs gain?
+
+    python bench/bench_layouts.py --parity                         the first update on each layout against one GPU's
+    python bench/bench_layouts.py --steps --layouts dp1 dp2 dp2-x2     whole steps, with vLLM
+    python bench/bench_layouts.py --train-only                     forward, backward and update alone, on made answers
+    python bench/bench_layouts.py                                  all three, every layout that the GPUs allow
+    python bench/bench_layouts.py --smoke                          a tiny model on two CPU processes: does it work?
+    python bench/bench_layouts.py --render FILE                    the table again; needs no GPU
+
+Each layout (layout_names.py) runs in processes of its own, one a GPU, on a model of random weights. Steps are those of
+reference_step.yaml; the update that is compared is of 8 prompts x 2 ragged answers, 250 + 256 tokens, with a KL term to
+another model, once in float32 (SDPA, no TF32) and once in bfloat16 (layout_parity.py has the limits). A layout that
+disagrees or fails makes the status 1. Rows go to bench/results/layouts_<gpu>.json as they come:
+
+    {what (steps, update, parity float32, parity bfloat16), layout, workload, job, prompts, world, dp, sp, tp, replicas,
+     process_s, error, versions, commit, device}
+    steps, update: and what bench_step.py's rows have; peaks are the largest of the ranks
+    parity: {dtype, against, loss, grad_norm, loss_error, norm_error, gradient_error, tensor_error, worst, failures}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import layout_parity
+import step_ours
+from bench_step import MADE, SMOKE
+from children import run_child, start_words
+from fastgrpo import console
+from fastgrpo.compose import read_config
+from fastgrpo.config import RunConfig, check
+from fastgrpo.errors import UserError
+from layout_names import ONE, PARITY, STEPS, TRAIN_ONLY, ParallelLayout, defaults
+from layout_report import render
+from made_model import make_model
+from run_summary import commit, device_name, result_file, versions
+from step_report import Rows, summary
+
+FIRST_UPDATE = ["rollout.name=made_engine:RaggedEngine", "actor.grad_clip=0", "actor.use_kl_loss=true"]
+FIRST_UPDATE += ["actor.kl_loss_coef=0.1", "data.train_batch_size=8", "rollout.n=2", "data.max_response_length=256"]
+FIRST_UPDATE += ["actor.max_tokens_per_gpu=1024"]  # several micro-batches, on each layout others
+DTYPE = {"float32": ["actor.dtype=float32", "actor.attention=sdpa"], "bfloat16": ["actor.dtype=bfloat16"]}
+SMOKE_UPDATE = ["data.train_batch_size=4", "data.max_response_length=8", "actor.max_tokens_per_gpu=24"]
+NO_COMPARISON = dict.fromkeys(("against", "loss_error", "norm_error", "gradient_error", "tensor_error"))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parity", action="store_true", help="compare the first update")
+    parser.add_argument("--steps", type=int, nargs="?", const=5, metavar="N", help="time N whole steps, default 5")
+    parser.add_argument("--train-only", type=int, nargs="?", const=5, metavar="N", help="time N updates, default 5")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps left out at the start")
+    parser.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --world allows")
+    parser.add_argument("--world", type=int, help="GPUs to use; default: all")
+    parser.add_argument("--shape", default="Qwen2.5-1.5B-Instruct", help="a folder of bench/shapes")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of one layout's processes, which are ended then")
+    parser.add_argument("--models", type=Path, help="folder that keeps models and gradients; default: one that goes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file")
+    parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("--label", default="", help="stands behind the workload: for runs with other options")
+    parser.add_argument("--render", type=Path, metavar="FILE", help="only print FILE's table")
+    parser.add_argument("--child", nargs=3, metavar=("WHAT", "LAYOUT", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of all runs, after --")
+    args = parser.parse_args(arguments)
+    args.world = args.world or (2 if args.smoke else torch.cuda.device_count())
+    if args.smoke:
+        args.shape, args.warm_up = "tiny", min(args.warm_up, 1)
+    if not (args.parity or args.steps or args.train_only):
+        args.parity, args.steps, args.train_only = True, 2 if args.smoke else 5, None if args.smoke else 5
+    args.warm_up = min(args.warm_up, min(n for n in (args.steps, args.train_only, sys.maxsize) if n) - 1)
+    try:
+        too_large = [n for n in args.layouts or [] if ParallelLayout.of(n).world > args.world and not args.child]
+    except ValueError as error:
+        parser.error(str(error))
+    if too_large:
+        parser.error(f"{', '.join(too_large)}: more than {args.world} GPUs")
+    return args
+
+
+def main(arguments: list[str]) -> int:
+    args = parse(arguments)
+    if args.render:
+        print(render(args.render))
+        return 0
+    if args.child:
+        child(args, *args.child)
+        return 0
+    if not torch.cuda.is_available() and not args.smoke:
+        print("bench_layouts.py compares GPUs and finds no CUDA device here; --smoke tries it on CPU processes.")
+        return 2
+    out = args.out or result_file("layouts", smoke=args.smoke)
+    rows = Rows(
+        out,
+        {"versions": versions(), "commit": args.commit or commit(), "device": device_name()},
+        key=("what", "layout", "workload"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            failed = run_all(args, rows, args.models or Path(folder))
+        except UserError as error:  # before anything was started
+            console.complain(error)
+            return 2
+    if out.exists():
+        print(render(out))
+    return 1 if failed else 0
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[str, ParallelLayout]]:
+    """(what, layout), in the order in which they run: one GPU's update is the truth of the others'."""
+    found = []
+    if args.parity:
+        names = [n for n in args.layouts or defaults(PARITY, args.world) if ParallelLayout.of(n).x == 1]
+        names = dict.fromkeys((ONE, *names))
+        found += [(f"parity {dtype}", name) for dtype in layout_parity.DTYPES for name in names]
+    if args.steps:
+        found += [("steps", n) for n in args.layouts or (["dp2"] if args.smoke else defaults(STEPS, args.world))]
+    if args.train_only:
+        found += [("update", n) for n in args.layouts or defaults(TRAIN_ONLY, args.world)]
+    return [(what, ParallelLayout.of(name)) for what, name in found]
+
+
+def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
+    """Whether any failed. All options are checked before the first starts."""
+    wanted = [(what, layout, config_of(args, what, layout, models)) for what, layout in jobs(args)]
+    made = measure(args, "models", ParallelLayout.of(ONE), models)
+    if "error" in made:
+        print(f"no models: {made['error']}")
+        return True
+    failed = False
+    for what, layout, config in wanted:
+        row = make_row(args, what, layout, config, measure(args, what, layout, models))
+        failed |= bool(row["error"] or row.get("failures"))
+        rows.put(row)
+    return failed
+
+
+def config_of(args: argparse.Namespace, what: str, layout: ParallelLayout, models: Path) -> RunConfig:
+    """Of a run on `layout`. Raises ConfigError when the layout cannot run it."""
+    model = models / args.shape
+    options = [f"+exp={step_ours.WORKLOAD}", f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"]
+    options += options_of(args, what, layout)
+    if what.startswith("parity"):
+        options.append(f"ref.path={models / reference(args.shape)}")
+    config = read_config(options)
+    check(config, layout.world, needs_data=False, needs_reward=False)
+    return config
+
+
+def options_of(args: argparse.Namespace, what: str, layout: ParallelLayout) -> list[str]:
+    own = list(SMOKE) if args.smoke else []
+    if what.startswith("parity"):
+        own += [*FIRST_UPDATE, *(SMOKE_UPDATE if args.smoke else []), *DTYPE[what.split()[1]]]
+    if what == "update":
+        own.append(MADE)
+    own += args.overrides
+    prompts = read_config([f"+exp={step_ours.WORKLOAD}", *own]).data.train_batch_size
+    return [*own, *layout.options(prompts)]
+
+
+def reference(shape: str) -> str:
+    return f"{shape}-other"  # folder of the model that the KL term is to
+
+
+def measure(args: argparse.Namespace, what: str, layout: ParallelLayout, models: Path) -> dict[str, Any]:
+    """One layout's processes: what they report, or {"error"}."""
+    print(f"-- {what}, {layout.name}", flush=True)
+    report = models / "report.json"
+    words, environ = start_words(layout.world)
+    command = [*words, __file__, "--child", what, layout.name, str(report), "--shape", args.shape]
+    command += ["--models", str(models), *(["--smoke"] if args.smoke else [])]
+    command += [*(["--steps", str(args.steps)] if args.steps else [])]
+    command += [*(["--train-only", str(args.train_only)] if args.train_only else []), "--", *args.overrides]
+    return run_child(command, report, args.minutes, environ)
+
+
+def child(args: argparse.Namespace, what: str, name: str, report: str) -> None:
+    """On every rank of the layout."""
+    device, layout = "cuda" if torch.cuda.is_available() else "cpu", ParallelLayout.of(name)
+    if what == "models":  # made once, by a process that gives its memory back
+        for seed, folder in enumerate((args.shape, reference(args.shape))):
+            make_model(args.shape, args.models / folder, device, seed)
+        result = {}
+    elif what.startswith("parity"):
+        config = config_of(args, what, layout, args.models)
+        result = layout_parity.run(config, what.split()[1], args.models, is_truth=name == ONE)
+    else:
+        steps = args.steps if what == "steps" else args.train_only
+        result = step_ours.run(args.models / args.shape, steps, options_of(args, what, layout))
+    if os.environ.get("RANK", "0") == "0":
+        Path(report).write_text(json.dumps(result))
+
+
+def make_row(
+    args: argparse.Namespace, what: str, layout: ParallelLayout, config: RunConfig, result: dict[str, Any]
+) -> dict[str, Any]:
+    data, rollout = config.data, config.rollout
+    job = f"{args.shape}, x {rollout.n}, {data.max_prompt_length} + {data.max_response_length} tokens"
+    job += f", {args.label}" if args.label else ""
+    row = {
+        "what": what,
+        **layout.fields(),
+        "workload": job.replace(", x", f", {data.train_batch_size} x", 1),
+        "job": job,  # the workload without the number of prompts: what layouts are compared within
+        "prompts": data.train_batch_size,
+        "process_s": result["process_s"],
+    }
+    if not what.startswith("parity"):
+        return row | summary([result], args.warm_up)
+    comparison = result.get("comparison") or NO_COMPARISON
+    numbers = {name: result.get(name) for name in ("loss", "grad_norm", "error")}
+    return row | {"dtype": what.split()[1], "failures": []} | numbers | comparison
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
