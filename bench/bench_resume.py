@@ -11,9 +11,10 @@ trainer.deterministic=true; key=value overrides go to all):
     resumed                   31 ............. 60
 
 and what each left is compared: the answers of every step (text and number of tokens), every metric but those of time
-and memory, the trained weights, all to the last bit, and the peaks of memory. Written to
+and memory, the trained weights, all to the last bit, and the peaks of memory over the same steps. Written to
 bench/results/resume_<device>.json (or --out FILE); exit status 1 if anything differs. --together starts the first two
-at the same time, which spares a start and spoils only the timings and `rollout_gib`, what the whole GPU holds.
+at the same time, which spares a start and spoils only the timings and `rollout_gib`, what the whole GPU holds. --cost
+adds the unbroken run without trainer.deterministic: how much longer is a step that can be repeated?
 
 What it does not ask is what a run does that is killed: tests/dist/test_resume.py, on a CPU.
 """
@@ -46,13 +47,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stop", type=int, help="the step after which SIGTERM is sent; default: half of them")
     parser.add_argument("--together", action="store_true", help="the unbroken run and the one to stop at the same time")
+    parser.add_argument("--cost", action="store_true", help="also the unbroken run with trainer.deterministic=false")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="the commit to write down where git does not know it")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
     stop = args.stop or args.steps // 2
     with tempfile.TemporaryDirectory() as folder:
-        whole, broken = Path(folder, "unbroken"), Path(folder, "stopped")
+        whole, broken, free = Path(folder, "unbroken"), Path(folder, "stopped"), Path(folder, "not_deterministic")
         words = ["+exp=quickstart", "trainer.deterministic=true", f"trainer.max_steps={args.steps}", *args.overrides]
         if args.together:
             first = start(words, whole)
@@ -66,6 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         if args.together:
             finish(first, 0)
         finish(start(words, broken), 0)
+        if args.cost:
+            finish(start([*words, "trainer.deterministic=false"], free), 0)
         record = {
             "command": words,
             "device": device_name(),
@@ -75,10 +79,14 @@ def main(arguments: Sequence[str]) -> int:
             "stopped_after_step": stopped_at,
             "equal": compare(only_run(whole), only_run(broken)),
             "unbroken": summary(rows_of(whole)),
-            "resumed": summary([row for row in rows_of(broken) if row["step"] > stopped_at]),
+            "unbroken_after_the_stop": summary(rows_after(stopped_at, whole)),
+            "resumed": summary(rows_after(stopped_at, broken)),
+            "not_deterministic": summary(rows_of(free)) if args.cost else None,
         }
-    peaks = [record[name]["train_peak_gib"] for name in ("resumed", "unbroken")]
-    record["peak_resumed_over_unbroken"] = round(peaks[0] / peaks[1], 4) if all(peaks) else None
+    record["peak_resumed_over_unbroken"] = {
+        name: ratio(record["resumed"][name], record["unbroken_after_the_stop"][name])
+        for name in ("train_peak_gib", "rollout_gib")
+    }
     print(json.dumps(record, indent=1))
     out = args.out or result_file("resume", smoke=False)
     out.write_text(json.dumps(record, indent=1) + "\n")
@@ -111,6 +119,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl of the folder's run as far as it is written; nothing before it begins."""
     text = "".join(file.read_text() for file in folder.glob("*/metrics.jsonl"))
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def rows_after(step: int, folder: Path) -> list[dict[str, Any]]:
+    return [row for row in rows_of(folder) if row["step"] > step]
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return None if over is None or under is None else round(over / under, 4)
 
 
 def compare(run: Path, right: Path) -> dict[str, bool]:

@@ -45,8 +45,13 @@ def test_stopped_and_resumed_on_a_cpu(tiny_model, tmp_path):
     out = tmp_path / "resume.json"
     small = ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=4", "data.max_prompt_length=256"]
     words = [f"model.path={tiny_model}", "rollout.name=hf", "trainer.device=cpu", "data.val_files=[]", *small]
-    assert bench_resume.main(["--steps", "40", "--stop", "2", "--out", str(out), *words]) == 0
+    assert bench_resume.main(["--steps", "40", "--stop", "2", "--cost", "--out", str(out), *words]) == 0
     record = json.loads(out.read_text())
     assert record["equal"] == {"answers": True, "metrics": True, "weights": True}
     assert 2 <= record["stopped_after_step"] < 40
-    assert record["unbroken"]["steps"] == [1, 40] and record["resumed"]["steps"][1] == 40
+    assert record["unbroken"]["steps"] == [1, 40] and record["resumed"]["steps"] == [
+        record["stopped_after_step"] + 1,
+        40,
+    ]
+    assert record["unbroken_after_the_stop"] | {"seconds_of_a_step": 0} == record["resumed"] | {"seconds_of_a_step": 0}
+    assert record["not_deterministic"]["steps"] == [1, 40]
