@@ -2,7 +2,7 @@
 
     python bench/bench_lm_head.py                        four shapes at T = 16384, about 6 minutes on an H200
     python bench/bench_lm_head.py --quick                the smallest shape at T = 4096, under a minute
-    python bench/bench_lm_head.py --render FILE --readme README.md        table and picture again; needs no GPU
+    python bench/bench_lm_head.py --render FILE --readme README.md        table and picture again; no GPU, no kernels
 
 Measured are the training pass (a GRPO loss with clipping and k3, gradients of hidden and weight), the same on cross
 entropy, which is all that some peers have, the pass without gradient (logprob and entropy), and the memory of the
@@ -10,13 +10,15 @@ training pass over T. Rows go to bench/results/lm_head_<gpu>.json as they come, 
 screen. T is halved until a shape fits the free memory. A peer that cannot run here is a row that says why; one that
 takes the CUDA context down costs a restart, which goes on behind it.
 
-The parts: lm_head_data.py (inputs), lm_head_exact.py (fp64), lm_head_peers.py and lm_head_own.py (what is timed),
-lm_head_timing.py (how), lm_head_records.py (the file), lm_head_report.py (tables and picture).
+The parts: lm_head_run.py (the run), lm_head_data.py (inputs), lm_head_exact.py (fp64), lm_head_peers.py and
+lm_head_own.py (what is timed), lm_head_timing.py (how), lm_head_records.py and lm_head_file.py (the file),
+lm_head_report.py, lm_head_tables.py and lm_head_picture.py (pages from it).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -24,21 +26,10 @@ from pathlib import Path
 
 import torch
 
-from fastgrpo_kernels import linear_logprob
-from fastgrpo_kernels._chunks import DEFAULT_CHUNK_BYTES_CUDA
-from lm_head_data import Inputs, make_hidden, make_inputs, make_weight
-from lm_head_exact import Exact, logp_of_all, lse_of_all, make_exact
-from lm_head_peers import FLOOR, Peer, all_peers, row_kernels
-from lm_head_records import Records, make_row
-from lm_head_report import render
-from lm_head_timing import GIB, Deadline, LostDevice, Result, measure, quantiles
+from lm_head_report import check_page, render
 from run_summary import commit, slug
 
 SHAPES = ((896, 151936), (1536, 151936), (3584, 152064), (4096, 128256))
-MEMORY_ROWS = tuple(8192 << i for i in range(6))
-MEMORY_IMPLS = ("fastgrpo", "fastgrpo, 1 GiB")
-TURNS = (("nograd",), ("train", "ce"), ("row",))  # ops whose passes are timed in turns, against one floor
-DEVICE = "cuda"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -46,9 +37,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smallest shape, 4096 rows, 3 repeats")
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="HxV", help="hidden x vocabulary, 3584x152064 say")
-    parser.add_argument("--rows", nargs="+", type=int, metavar="T", help="rows; default 16384")
+    parser.add_argument("--rows", nargs="+", type=positive_int, metavar="T", help="rows; default 16384")
     parser.add_argument("--impl", nargs="+", metavar="NAME", help="only peers whose name contains one of these")
-    parser.add_argument("--minutes", type=float, help="what is not begun by then is left out; default 6, quick 0.6")
+    parser.add_argument(
+        "--minutes", type=positive_number, help="what is not begun by then is left out; default 6, quick 0.6"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file, replaced")
     parser.add_argument("--commit", help="the commit to write down where git does not know it")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out and measure what is missing")
@@ -59,7 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     args.rows = args.rows or [4096 if args.quick else 16384]
     args.shapes = args.shapes or (SHAPES[:1] if args.quick else SHAPES)
-    args.minutes = args.minutes or (0.6 if args.quick else 6.0)
+    args.minutes = args.minutes or (0.6 if args.quick else 6.0)  # none given: 0 was refused
     return args
 
 
@@ -68,6 +61,22 @@ def shape(text: str) -> tuple[int, int]:
     if not (found := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not HIDDENxVOCABULARY, like 3584x152064")
     return int(found[1]), int(found[2])
+
+
+def positive_int(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def main(arguments: list[str]) -> int:
@@ -80,6 +89,15 @@ def main(arguments: list[str]) -> int:
             "bench_lm_head.py times GPU kernels and finds no CUDA device here; --render FILE draws an existing result."
         )
         return 2
+    if args.readme:
+        check_page(args.readme)  # now rather than after the run
+    try:
+        from lm_head_run import LostDevice, Records, run
+    except ModuleNotFoundError as error:
+        if error.name != "fastgrpo_kernels":
+            raise
+        print("bench_lm_head.py times fastgrpo_kernels, which is not installed here: set PYTHONPATH=kernels.")
+        return 2
     gpu = torch.cuda.get_device_name()
     out = args.out or RESULTS / f"lm_head_{slug(gpu)}{'_quick' if args.quick else ''}.json"
     try:
@@ -90,125 +108,6 @@ def main(arguments: list[str]) -> int:
         os.execv(sys.executable, [sys.executable, __file__, *arguments, *again])
     print(render(out, args.readme))
     return 0
-
-
-def run(args: argparse.Namespace, records: Records) -> None:
-    deadline = Deadline.after(60 * args.minutes)
-    chosen = [peer for peer in [*all_peers(), *row_kernels()] if is_chosen(peer, args.impl)]
-    for hidden, vocab in args.shapes:
-        for rows in args.rows:
-            run_shape(args, records, chosen, (rows, hidden, vocab), deadline)
-    hidden, vocab = max(args.shapes, key=lambda shape: shape[0] * shape[1])
-    for rows in MEMORY_ROWS[:1] if args.quick else MEMORY_ROWS:
-        peers = [peer for peer in chosen if peer.op == "train" and peer.name in MEMORY_IMPLS]
-        run_memory(records, peers, (rows, hidden, vocab), deadline)
-
-
-def is_chosen(peer: Peer, names: list[str] | None) -> bool:
-    return names is None or peer.name == FLOOR or any(name.lower() in peer.name.lower() for name in names)
-
-
-def run_shape(
-    args: argparse.Namespace,
-    records: Records,
-    peers: list[Peer],
-    size: tuple[int, int, int],
-    deadline: Deadline,
-) -> None:
-    """The ops of one shape; `size` is T (wanted), H, V."""
-    if not (rows := fitting_rows(*size, free_bytes())):
-        reason = "no number of rows fits the free memory"
-        records.add(make_row(peer.op, Result(peer, error=reason), size, None) for peer in peers)
-        return
-    size = (rows, *size[1:])
-    todo = [[peer for peer in peers if peer.op in ops and not records.has(peer.op, peer.name, size)] for ops in TURNS]
-    if not any(todo):
-        print(f"{size}: done before", flush=True)
-        return
-    inputs, exact = prepare(*size)
-    records.add_data(size, exact)
-    print(f"T {size[0]} H {size[1]} V {size[2]}: mean entropy {exact.entropy_S.mean().item():.3f}", flush=True)
-    for pending in todo:
-        try:
-            results = measure(
-                pending,
-                inputs,
-                exact,
-                repeats=3 if args.quick else 9,
-                seconds_each=15 if args.quick else 90,
-                deadline=deadline,
-            )
-        except LostDevice as lost:
-            records.add([make_row(lost.result.peer.op, lost.result, size, None)])
-            raise
-        floor_ms = next((quantiles(r.milliseconds)["ms_p50"] for r in results if r.peer.name == FLOOR), None)
-        new = [make_row(result.peer.op, result, size, floor_ms) for result in results]
-        records.add(new)
-        for row in new:
-            print(f"  {row['op']:7} {row['impl']:34} {describe(row)}", flush=True)
-
-
-def describe(row: dict) -> str:
-    if row["error"]:
-        return row["error"]
-    return f"{row['ms_p50']:9.2f} ms  {row['peak_gib']:6.2f} GiB" if row["ms_p50"] is not None else "not timed"
-
-
-def prepare(rows: int, hidden: int, vocab: int) -> tuple[Inputs, Exact]:
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    weight_VH = make_weight(hidden, vocab, generator)
-    hidden_TH, target_T = make_hidden(rows, weight_VH, generator)
-    lse_T = lse_of_all(hidden_TH, weight_VH)
-    inputs = make_inputs(hidden_TH, weight_VH, target_T, logp_of_all(hidden_TH, weight_VH, target_T, lse_T))
-    return inputs, make_exact(inputs, lse_T)
-
-
-def run_memory(records: Records, peers: list[Peer], size: tuple[int, int, int], deadline: Deadline) -> None:
-    """Peak of the training pass at one T, and what is left of it without gradients and an fp32 sum of dW."""
-    pending = [peer for peer in peers if not records.has("memory", peer.name, size)]
-    if not pending:
-        return
-    if needed_bytes(*size, whole=False) > free_bytes():
-        reason = "does not fit the free memory"
-        records.add(make_row("memory", Result(peer, error=reason), size, None) for peer in pending)
-        return
-    rows, hidden, vocab = size
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    weight_VH = make_weight(hidden, vocab, generator)
-    hidden_TH, target_T = make_hidden(rows, weight_VH, generator)
-    with torch.no_grad():
-        logp_T, _ = linear_logprob(hidden_TH, weight_VH, target_T)
-    inputs = make_inputs(hidden_TH, weight_VH, target_T, logp_T)
-    try:
-        results = measure(pending, inputs, None, repeats=3, seconds_each=60, deadline=deadline)
-    except LostDevice as lost:
-        records.add([make_row("memory", lost.result, size, None)])
-        raise
-    for result in results:
-        row = make_row("memory", result, size, None)
-        gradients_gib = (2 * rows * hidden + (2 + 4) * vocab * hidden) / GIB
-        row["beyond_gradients_gib"] = None if row["peak_gib"] is None else row["peak_gib"] - gradients_gib
-        records.add([row])
-        print(f"  memory  {row['impl']:34} T {rows:6} {describe(row)}", flush=True)
-
-
-def free_bytes() -> int:
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
-def fitting_rows(rows: int, hidden: int, vocab: int, free: int) -> int:
-    """`rows` halved until inputs, our op and the floor's products fit `free` bytes; 0 if fewer than 256 would do."""
-    while rows and needed_bytes(rows, hidden, vocab, whole=True) > free:
-        rows = rows // 2 if rows >= 512 else 0
-    return rows
-
-
-def needed_bytes(rows: int, hidden: int, vocab: int, *, whole: bool) -> int:
-    """Of the training pass: tensors and gradients, fp32 sum of dW, two chunks of logits; `whole`: bf16 [T, V] twice."""
-    one_chunk = min(DEFAULT_CHUNK_BYTES_CUDA, 4 * rows * vocab)
-    logits = max(2 * one_chunk, 2 * rows * vocab) + 2 * rows * vocab if whole else 2 * one_chunk
-    return int(1.1 * (10 * vocab * hidden + 6 * rows * hidden + logits))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Not random noise: on flat logits every probability is 1/V, an error in the logit
 skips small probabilities has nothing to keep. Here each row's hidden state is noise plus planted directions:
 
     hidden = noise + sum_k L_k w_k / |w_k|^2        so that candidate k has logit L_k (top: 18 to 25), everything else
-    L_1 > L_2 > ... > L_8, steps of random size     about N(0, 1.5^2): a mean entropy of 0.3 to 1.5 nats at any size
+    L_1 > L_2 > ... > L_8, steps of random size     about N(0, 1.5^2): mean entropies of 0.60 to 0.67 nats were recorded
 
 Candidates are drawn log-uniformly over a shuffled vocabulary, so that a few tokens are hot, as in text. Targets are
 drawn from the row's candidates by their probability, one in 64 uniformly from the vocabulary instead (a logprob near

@@ -3,8 +3,10 @@
 Each function takes the inputs of one shape and returns a closure that makes one whole pass: forward, and for the
 training op backward into hidden.grad and weight.grad. Dtypes are the same for all: bf16 in, bf16 gradients out.
 
-The bare products are the floor of the table: what no exact method can leave out. Their left factor in the two gradient
-products is a real gradient of the logits, since the speed of a product depends on its operands' bits.
+The bare products over all rows at once are the floor of the table: no exact method can leave them out. Their time is no
+bound, though: cuBLAS chooses its kernels by shape, and the same products in chunks are at times faster. Their left
+factor in the two gradient products is a real gradient of the logits, since the speed of a product depends on its
+operands' bits.
 Shape suffixes: T rows, H hidden, V vocabulary, C rows of a chunk.
 """
 

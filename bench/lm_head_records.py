@@ -1,12 +1,4 @@
-"""The result file of bench_lm_head.py: one JSON object, a row for each implementation, op and size.
-
-    device, data: [{T, H, V, mean_entropy (nats), reference_lse_err}],
-    rows: [{op, impl, T, H, V, ms_p20, ms_p50, ms_p80, repeats, gemm_floor_ms, peak_gib (above the inputs),
-            max_abs_logp_err, max_abs_entropy_err (nats), rel_dx_err, rel_dw_err, first_call_s, error,
-            versions, commit}]
-
-A row without times has its reason in `error`. gemm_floor_ms is the median of the bare GEMMs in the same turns.
-"""
+"""Write the result file of bench_lm_head.py (lm_head_file.py says what is in it), row by row as a run goes on."""
 
 from __future__ import annotations
 
@@ -15,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lm_head_exact import Exact
+from lm_head_file import load
 from lm_head_timing import Result, quantiles
 from run_summary import versions
 
@@ -29,7 +22,7 @@ class Records:
         self.common = {"versions": versions(PACKAGES), "commit": commit}
         self.content: dict = {"device": device, "data": [], "rows": []}
         if keep and path.exists():
-            self.content = json.loads(path.read_text())
+            self.content = load(path)
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def has(self, op: str, impl: str, size: tuple[int, int, int]) -> bool:

@@ -1,10 +1,11 @@
-"""The lm_head benchmark where it needs no GPU: its inputs, its fp64 reference, its own passes, its file and its tables.
+"""The lm_head benchmark where it needs no GPU: its inputs, its fp64 reference, its own passes and its command.
 
 The whole run is driven once on CPU tensors with a stand-in for the device's clock and memory counters.
 """
 
 import json
 import math
+import sys
 import time
 from dataclasses import replace
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 import bench_lm_head
-import lm_head_report
-from bench_lm_head import fitting_rows, main, needed_bytes, parse, prepare, slug
+import lm_head_run
+from bench_lm_head import main, parse, slug
 from lm_head_data import CLIP, KL_COEF, OBJECTIVES, Inputs, make_hidden, make_weight
 from lm_head_exact import Outputs, errors, lse_of_all
 from lm_head_own import _row_gradient, _row_stats, naive_train, ours_ce, ours_nograd, ours_train, products
 from lm_head_peers import FLOOR, Peer, all_peers, row_kernels
+from lm_head_run import fitting_rows, needed_bytes, prepare
 from lm_head_timing import Deadline, LostDevice, OutOfTime, Result, measure, quantiles, time_limit
 
 T, H, V = 80, 48, 517
@@ -25,7 +27,7 @@ T, H, V = 80, 48, 517
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(bench_lm_head, "DEVICE", "cpu")
+    monkeypatch.setattr(lm_head_run, "DEVICE", "cpu")
 
 
 @pytest.fixture
@@ -314,7 +316,35 @@ def test_arguments(capsys):
     with pytest.raises(SystemExit):
         parse(["--shapes", "896*151936"])
     assert "'896*151936' is not HIDDENxVOCABULARY" in capsys.readouterr().err
+    assert parse(["--quick", "--minutes", "1.5"]).minutes == 1.5
     assert slug("NVIDIA H200") == "h200" and slug("NVIDIA GeForce RTX 4090") == "rtx_4090"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        *(("--rows", value, "is not a whole number of at least 1") for value in ("0", "-5", "1.5", "many")),
+        *(("--minutes", value, "is not a number above 0") for value in ("0", "-1", "nan", "inf", "long")),
+    ],
+)
+def test_numbers_that_no_run_can_have_are_refused(option, value, reason, capsys):
+    with pytest.raises(SystemExit):
+        parse([f"{option}={value}"])
+    assert f"argument {option}: {value!r} {reason}" in capsys.readouterr().err
+
+
+def test_a_page_is_looked_at_before_the_run(fake_cuda, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm_head_run, "run", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"none\.md: No such file"):
+        main(["--readme", str(tmp_path / "none.md"), "--out", str(tmp_path / "out.json")])
+
+
+def test_without_the_kernels_a_run_says_how_to_get_them(fake_cuda, monkeypatch, capsys):
+    for name in ("lm_head_run", "fastgrpo_kernels"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "lm_head_run")
+    assert main([]) == 2
+    assert "fastgrpo_kernels, which is not installed here: set PYTHONPATH=kernels" in capsys.readouterr().out
 
 
 def test_rows_shrink_to_the_memory():
@@ -328,7 +358,7 @@ def test_rows_shrink_to_the_memory():
 
 def test_whole_run_on_stand_ins(fake_cuda, tmp_path, monkeypatch, capsys):
     """Every peer gets a row: those that run here with true errors, the rest with a reason; then again with --resume."""
-    monkeypatch.setattr(bench_lm_head, "MEMORY_ROWS", (32, 64))
+    monkeypatch.setattr(lm_head_run, "MEMORY_ROWS", (32, 64))
     monkeypatch.setattr("lm_head_own._compiled", lambda function: function)
     out = tmp_path / "lm_head.json"
     command = ["--shapes", f"{H}x{V}", "--rows", str(T), "--out", str(out), "--commit", "abc1234"]
@@ -374,8 +404,8 @@ def test_a_lost_device_is_written_down_and_the_command_starts_again(fake_cuda, t
             raise LostDevice(Result(killer, error="illegal memory access"))
         return []
 
-    monkeypatch.setattr(bench_lm_head, "all_peers", lambda: [killer])
-    monkeypatch.setattr(bench_lm_head, "measure", lose)
+    monkeypatch.setattr(lm_head_run, "all_peers", lambda: [killer])
+    monkeypatch.setattr(lm_head_run, "measure", lose)
     monkeypatch.setattr(bench_lm_head.os, "execv", lambda program, argv: started.append(argv[2:]))
     out = tmp_path / "lm_head.json"
     command = ["--shapes", f"{H}x{V}", "--rows", str(T), "--out", str(out)]
@@ -385,92 +415,9 @@ def test_a_lost_device_is_written_down_and_the_command_starts_again(fake_cuda, t
     assert (row["impl"], row["error"], row["ms_p50"]) == ("killer", "illegal memory access", None)
 
 
-# ---- tables
-
-
-def made_up(impl, milliseconds, *, op="train", shape=(896, 151936), floor=10.0, **values):
-    return {
-        "op": op,
-        "impl": impl,
-        "T": 16384,
-        "H": shape[0],
-        "V": shape[1],
-        "ms_p50": milliseconds,
-        "gemm_floor_ms": floor,
-        "peak_gib": 1.5,
-        "max_abs_logp_err": 2e-6,
-        "max_abs_entropy_err": None,
-        "rel_dx_err": 1.4e-3,
-        "rel_dw_err": 1.6e-3,
-        "error": None,
-        "versions": {"torch": "2.11.0"},
-        "commit": "abc1234",
-    } | values
-
-
-@pytest.fixture
-def result_file(tmp_path):
-    wide = (4096, 128256)
-    rows = [
-        made_up("slow one", 31.0),
-        made_up("slow one", None, shape=wide, floor=20.0, error="out of memory", peak_gib=None),
-        made_up("fastgrpo", 11.0),
-        made_up("fastgrpo", 21.0, shape=wide, floor=20.0, peak_gib=2.25, max_abs_logp_err=7e-6),
-        made_up("absent", None, error="not installed: absent", peak_gib=None),
-        made_up("absent", None, shape=wide, error="not installed: absent", peak_gib=None),
-        made_up("fastgrpo", 4.0, op="nograd", floor=3.2),
-        made_up("fastgrpo", 50.0, op="memory", floor=None, beyond_gradients_gib=0.75),
-        made_up("fastgrpo, 1 GiB", None, op="memory", floor=None, error="does not fit the free memory"),
-    ]
-    data = [{"T": 16384, "H": 896, "V": 151936, "mean_entropy": 0.61, "reference_lse_err": 1e-6}]
-    path = tmp_path / "lm_head_test.json"
-    path.write_text(json.dumps({"device": "Test 9000", "data": data, "rows": rows}))
-    return path
-
-
-def test_render_without_a_gpu(result_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    marker = lm_head_report.MARKER
-    page, readme = tmp_path / "page.md", tmp_path / "README.md"
-    for file in (page, readme):
-        file.write_text(f"before\n{marker}\nold\n{marker}\nafter\n")
-    for _ in range(2):  # the second time changes nothing
-        assert main(["--render", str(result_file), "--readme", str(page)]) == 0
-        printed = capsys.readouterr().out.strip()
-        assert page.read_text() == f"before\n{marker}\n{printed}\n{marker}\nafter\n"
-    assert page.read_text().count("absent") == 1 * 2
-    assert main(["--render", str(result_file), "--readme", str(readme)]) == 0
-    short = readme.read_text()
-    assert "| fastgrpo | 11.0 (1.10 x) | 21.0 (1.05 x) |" in short  # both passes of the README's peers, nothing else
-    assert not any(word in short for word in ("slow one", "absent", "Memory", "does not fit"))
-    assert result_file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-    lines = printed.splitlines()
-    assert lines[0] == "Test 9000, commit abc1234; torch 2.11.0. Mean entropy of the rows 0.61 to 0.61 nats."
-    head = next(line for line in lines if line.startswith("|  | 896"))
-    assert head == "|  | 896 / 151936 | 4096 / 128256 | peak | logprob error | entropy error | dX error | dW error |"
-    start = lines.index(head)
-    assert lines[start + 2 : start + 4] == [
-        "| fastgrpo | 11.0 (1.10 x) | 21.0 (1.05 x) | 2.25 GiB | 7.0e-06 |  | 1.4e-03 | 1.6e-03 |",
-        "| slow one | 31.0 (3.10 x) | - | 1.50 GiB | 2.0e-06 |  | 1.4e-03 | 1.6e-03 |",
-    ]
-    assert "Not measured: slow one at 4096 / 128256 (out of memory); absent (not installed: absent)." in lines
-    assert "| fastgrpo | 4.0 (1.25 x) | 1.50 GiB | 2.0e-06 |  | 1.4e-03 | 1.6e-03 |" in lines
-    assert "| 16384 | 1.50 GiB, 0.75 GiB, 50.0 ms | does not fit the free memory |" in lines
-
-
-def test_a_nan_is_not_lost_among_the_shapes(result_file):
-    content = json.loads(result_file.read_text())
-    content["rows"][3]["max_abs_logp_err"] = math.nan
-    line = next(
-        line for line in lm_head_report.make_markdown(content).splitlines() if line.startswith("| fastgrpo | 11")
-    )
-    assert "| nan |" in line
-
-
-def test_readme_without_markers_is_refused(result_file, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here\n")
-    with pytest.raises(SystemExit, match="twice, around the table's place; it is there 0 times"):
-        main(["--render", str(result_file), "--readme", str(readme)])
-    assert readme.read_text() == "nothing here\n"
+def test_a_result_of_another_kind_is_not_resumed(fake_cuda, tmp_path):
+    out = tmp_path / "out.json"
+    out.write_text("[]")
+    with pytest.raises(SystemExit, match="is no result of bench_lm_head"):
+        main(["--resume", "--out", str(out)])
+    assert out.read_text() == "[]"
