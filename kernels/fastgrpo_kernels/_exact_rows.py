@@ -66,8 +66,8 @@ def _exact_logit(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The logit of one token, int64, for the row that hidden_ptr is at."""
-    weight_ptr += token * weight_stride
+    """The logit of one token for the row that hidden_ptr is at."""
+    weight_ptr += token.to(tl.int64) * weight_stride
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
