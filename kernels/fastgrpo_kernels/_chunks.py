@@ -18,12 +18,12 @@ Shape suffixes: N rows, C rows of one chunk, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 DEFAULT_CHUNK_BYTES_CPU = 256 << 20
 DEFAULT_CHUNK_BYTES_CUDA = 2600 << 20
@@ -164,7 +164,8 @@ class HeadGradients:
         accumulator = {"dtype": compute_dtype(hidden_NH), "device": hidden_NH.device}
         self._returns_weight = weight_grad_VH is None and needs_weight
         self._weight_started = weight_grad_VH is not None
-        self._hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        # rows in one piece, as the kernels write them, whatever the strides of hidden_NH
+        self._hidden_NH = torch.empty_like(hidden_NH, memory_format=torch.contiguous_format) if needs_hidden else None
         self._weight_VH = torch.empty(weight_VH.shape, **accumulator) if self._returns_weight else weight_grad_VH
         self._bias_V = torch.zeros(bias_V.shape, **accumulator) if needs_bias and bias_V is not None else None
 
@@ -210,14 +211,16 @@ class HeadGradients:
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """x * factor in `dtype`, rounded once. factor: one number, or [C] for the rows of x [C, K]."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device) if out is None else out
-    by_triton = (
-        x.is_cuda and x.dtype != torch.float64 and x.stride(-1) == 1 and (factor.dim() == 1 or x.is_contiguous())
-    )
-    if by_triton:
-        from fastgrpo_kernels._scale import scale
+    if _runs_triton(x):
+        from fastgrpo_kernels._scale import fits_scale, scale  # where triton is not installed the reference still runs
 
-        return scale(x, factor, out)
+        if fits_scale(x, factor, out):
+            return scale(x, factor, out)
     return torch.mul(x, factor.unsqueeze(1) if factor.dim() else factor, out=out)
+
+
+def _runs_triton(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype != torch.float64
 
 
 def _weighted_sum(scale_C: Tensor, x_CV: Tensor) -> Tensor:
@@ -227,111 +230,23 @@ def _weighted_sum(scale_C: Tensor, x_CV: Tensor) -> Tensor:
     return product(torch.stack([high_C, low_C]), x_CV).sum(0)
 
 
-def check_head(
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    target_N: Tensor,
-    bias_V: Tensor | None,
-    softcap: float,
-    chunk_bytes: int | None,
-    weight_grad_VH: Tensor | None = None,
-) -> int:
-    """Refuse what the ops cannot take, with ValueError; returns the chunk budget in bytes, the default filled in."""
-    for name, x in (("hidden_NH", hidden_NH), ("weight_VH", weight_VH)):
-        if isinstance(x, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor: call the op inside the FSDP-managed forward, or after unshard(), where "
-                "parameters are whole local tensors"
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd function: RuntimeError where its gradients are to be differentiated again.
+
+    torch's once_differentiable does not see a loss that is linear in the function's outputs: the gradients that come in
+    are constants then, those that go out too, and a penalty on them would be without effect.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # in a backward: create_graph=True
+            raise RuntimeError(
+                "linear_logprob and linear_grpo_loss have first derivatives alone: call autograd without "
+                "create_graph=True (retain_graph=True is enough for a second backward), or take whole logits"
             )
-        if x.dim() != 2:
-            raise ValueError(f"{name} must have 2 dimensions, got shape {tuple(x.shape)}: flatten batch and sequence")
-        if x.dtype not in OPERAND_DTYPES:
-            raise ValueError(f"{name} is {x.dtype}: cast it to bfloat16, float32 or float64")
-    num_rows, hidden = hidden_NH.shape
-    vocab = weight_VH.shape[0]
-    if vocab == 0 or weight_VH.shape[1] != hidden:
-        raise ValueError(
-            f"hidden_NH {tuple(hidden_NH.shape)} and weight_VH {tuple(weight_VH.shape)} do not fit: pass hidden states "
-            "(not logits) of the width of the weight, and the weight as [vocabulary, hidden]"
-        )
-    if hidden_NH.dtype != weight_VH.dtype:
-        raise ValueError(
-            f"hidden_NH is {hidden_NH.dtype} and weight_VH {weight_VH.dtype}: cast one to the other's dtype"
-        )
-    if target_N.shape != (num_rows,) or target_N.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"target_N must be int64 (or int32) of shape ({num_rows},), one for each row of hidden_NH; got "
-            f"{target_N.dtype} {tuple(target_N.shape)}"
-        )
-    if bias_V is not None and (bias_V.shape != (vocab,) or not bias_V.dtype.is_floating_point):
-        raise ValueError(f"bias_V must be floating of shape ({vocab},), got {bias_V.dtype} {tuple(bias_V.shape)}")
-    for name, x in (("weight_VH", weight_VH), ("target_N", target_N), ("bias_V", bias_V)):
-        if x is not None and x.device != hidden_NH.device:
-            raise ValueError(f"{name} is on {x.device} and hidden_NH on {hidden_NH.device}: move one to the other")
-    if weight_grad_VH is not None and (
-        weight_grad_VH.shape != weight_VH.shape
-        or weight_grad_VH.dtype != compute_dtype(hidden_NH)
-        or weight_grad_VH.device != hidden_NH.device
-    ):
-        raise ValueError(
-            f"weight_grad_VH must be {compute_dtype(hidden_NH)} of shape {tuple(weight_VH.shape)} on "
-            f"{hidden_NH.device}, got {weight_grad_VH.dtype} {tuple(weight_grad_VH.shape)} on {weight_grad_VH.device}"
-        )
-    if softcap < 0:
-        raise ValueError(f"softcap must be positive, or 0 for none; got {softcap}")
-    if chunk_bytes is None:
-        return DEFAULT_CHUNK_BYTES_CUDA if hidden_NH.is_cuda else DEFAULT_CHUNK_BYTES_CPU
-    if chunk_bytes <= 0:
-        raise ValueError(f"chunk_bytes must be positive, got {chunk_bytes}: leave it out for the default")
-    return chunk_bytes
+        return backward(ctx, *grads)
 
-
-def row_vector(name: str, x: Tensor, hidden_NH: Tensor) -> Tensor:
-    """A per-row constant, detached and contiguous, in the dtype of the computation; ValueError for another shape, kind
-    or device."""
-    if not isinstance(x, Tensor):
-        raise ValueError(
-            f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, got {x!r}"
-        )
-    if x.shape != hidden_NH.shape[:1] or not x.dtype.is_floating_point or x.device != hidden_NH.device:
-        raise ValueError(
-            f"{name} must be a floating tensor of shape ({hidden_NH.shape[0]},) on {hidden_NH.device}, one value for "
-            f"each row of hidden_NH; got {x.dtype} {tuple(x.shape)} on {x.device}"
-        )
-    return x.detach().to(compute_dtype(hidden_NH)).contiguous()
-
-
-def temperature_rows(temperature: float | Tensor, hidden_NH: Tensor) -> Tensor:
-    """Temperature of each row; one number for all gives the same bits as a tensor full of it."""
-    if isinstance(temperature, Tensor):
-        return row_vector("temperature", temperature, hidden_NH)
-    if not isinstance(temperature, int | float) or not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}: greedy samples have no logprob to train on")
-    return torch.full(hidden_NH.shape[:1], temperature, dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
-
-
-IMPLS = ("auto", "reference", "rows", "epilogue")
-
-
-def choose_impl(impl: str, hidden_NH: Tensor) -> str:
-    """`reference` or, with Triton, `auto`, `rows` or `epilogue`; ValueError for what these operands cannot have."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl is {impl!r}: choose one of {', '.join(IMPLS)}")
-    on_gpu = hidden_NH.is_cuda and hidden_NH.dtype != torch.float64
-    if impl == "auto":
-        return "auto" if on_gpu else "reference"
-    interpreted = impl != "reference" and not hidden_NH.is_cuda and _interpreted()
-    if impl == "rows" and not (on_gpu or interpreted):
-        raise ValueError(
-            f"impl 'rows' is for bfloat16 and float32 on a CUDA device, got {hidden_NH.dtype} on {hidden_NH.device}: "
-            "use 'auto' (TRITON_INTERPRET=1, set before triton is imported, runs it on a CPU)"
-        )
-    if impl == "epilogue" and not (runs_epilogue(hidden_NH) or (interpreted and hidden_NH.dtype == torch.float32)):
-        raise ValueError(
-            f"impl 'epilogue' is for bfloat16 on a CUDA device of compute capability 9, got {hidden_NH.dtype} on "
-            f"{hidden_NH.device}: use 'auto' (TRITON_INTERPRET=1 runs it on a CPU, on float32 alone)"
-        )
-    return impl
+    return checked
 
 
 def runs_epilogue(hidden_NH: Tensor) -> bool:
@@ -339,9 +254,3 @@ def runs_epilogue(hidden_NH: Tensor) -> bool:
     if not hidden_NH.is_cuda or hidden_NH.dtype != torch.bfloat16:
         return False
     return torch.cuda.get_device_capability(hidden_NH.device)[0] == 9
-
-
-def _interpreted() -> bool:
-    from fastgrpo_kernels._sweep import INTERPRETED  # where triton is not installed the reference still runs
-
-    return INTERPRETED

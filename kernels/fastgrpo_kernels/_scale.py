@@ -28,8 +28,14 @@ def scale_kernel(
     tl.store(out_ptr + row * out_stride + columns, (x * factor).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def fits_scale(x: Tensor, factor: Tensor, out: Tensor) -> bool:
+    """Whether what the kernel takes for one piece is one, in x and in out: each row that has a factor, or the whole."""
+    return all(tensor.stride(-1) == 1 if factor.dim() else tensor.is_contiguous() for tensor in (x, out))
+
+
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """out = x * factor in fp32. factor: fp32, one number (x and out then contiguous), or [rows] for x [rows, width]."""
+    """out = x * factor in fp32. factor: fp32, one number, or [rows] for x [rows, width]; strides: `fits_scale`."""
+    assert fits_scale(x, factor, out)
     if x.numel() == 0:
         return out
     per_row = factor.dim() == 1

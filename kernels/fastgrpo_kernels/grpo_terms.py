@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fastgrpo_kernels._checks import number
 
 CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL = 1, 2, 4
 _KL_VALUES = ("low_var_kl", "k3", "kl", "k1", "mse", "k2", "abs")
@@ -42,9 +44,10 @@ class GrpoRows(NamedTuple):
     sampler_logprobs_N: Tensor | None = None
     importance_N: Tensor | None = None
 
-    def map(self, change: Callable[[str, Tensor], Tensor]) -> GrpoRows:
-        """`change(name, tensor)` for each that is given."""
-        return GrpoRows(**{name: change(name, x) for name, x in self._asdict().items() if x is not None})
+    def map(self, change: Callable[[str, Any], Tensor]) -> GrpoRows:
+        """`change(name, tensor)` for each that is given, and for those that must be."""
+        given = {n: x for n, x in self._asdict().items() if x is not None or n not in self._field_defaults}
+        return GrpoRows(**{name: change(name, x) for name, x in given.items()})
 
     def chunk(self, rows: slice) -> GrpoRows:
         return self.map(lambda _, x: x[rows])
@@ -202,22 +205,37 @@ def _kl_terms(log_ratio_N: Tensor, kl_type: str) -> tuple[Tensor, Tensor]:
     return value_N, torch.where(log_ratio_N.abs() > MAX_LOG_RATIO, 0.0, slope_N)
 
 
-def check_settings(settings: GrpoSettings, rows: GrpoRows) -> None:
+def check_settings(settings: GrpoSettings, rows: GrpoRows) -> GrpoSettings:
+    """The settings with floats for numbers; ValueError for what has no meaning, alone or with these rows."""
     if settings.kl_type not in KL_TYPES:
         raise ValueError(f"kl_type is {settings.kl_type!r}: choose one of {', '.join(KL_TYPES)}")
     if settings.policy_loss not in POLICY_LOSSES:
         raise ValueError(f"policy_loss is {settings.policy_loss!r}: choose one of {', '.join(POLICY_LOSSES)}")
-    if not (settings.tau_pos > 0 and settings.tau_neg > 0):
+    bounds = ("clip_low", "clip_high", "clip_c", "importance_max")  # may be infinite: none
+    factors = ("kl_coef", "entropy_coef", "tau_pos", "tau_neg")
+    numbers = {name: number(name, getattr(settings, name), finite=name in factors) for name in (*bounds, *factors)}
+    settings = settings._replace(**numbers)
+    if settings.tau_pos <= 0 or settings.tau_neg <= 0:
         raise ValueError(f"tau_pos and tau_neg must be positive, got {settings.tau_pos}, {settings.tau_neg}")
     if settings.clip_low < 0 or settings.clip_high < 0:
         raise ValueError(f"clip_low and clip_high must not be negative, got {settings.clip_low}, {settings.clip_high}")
-    if not settings.clip_c > 1:
+    if settings.clip_c <= 1:
         raise ValueError(f"clip_c must be above 1, got {settings.clip_c}: use {math.inf} for no dual clip")
     if settings.importance_max < 0:
         raise ValueError(f"importance_max must not be negative, got {settings.importance_max}: 0 means no weights")
+    _check_rows(settings, rows)
+    return settings
+
+
+def _check_rows(settings: GrpoSettings, rows: GrpoRows) -> None:
     if settings.kl_coef and rows.ref_logprobs_N is None:
         raise ValueError(f"kl_coef is {settings.kl_coef} without ref_logprobs_N: pass them, or kl_coef 0")
-    if rows.importance_N is not None and rows.sampler_logprobs_N is not None and settings.importance_max > 0:
+    if rows.sampler_logprobs_N is None:
+        return
+    if rows.importance_N is not None:
+        raise ValueError("importance_N and sampler_logprobs_N both make importance weights: pass one of them")
+    if not settings.importance_max:
         raise ValueError(
-            "importance_N and sampler_logprobs_N both make importance weights: pass one, or importance_max 0"
+            "sampler_logprobs_N make importance weights of at most importance_max, which is 0: pass it "
+            f"({math.inf} for no bound), or leave them out"
         )

@@ -21,21 +21,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastgrpo_kernels._checks import HeadOptions, check_head, row_vector, temperature_rows
 from fastgrpo_kernels._chunks import (
     Head,
     HeadGradients,
-    check_head,
-    choose_impl,
     compute_dtype,
+    first_derivative_only,
     logits_gradient,
     operand,
     row_slices,
-    row_vector,
     scaled,
     softmax_rows,
-    temperature_rows,
 )
 from fastgrpo_kernels.grpo_terms import GrpoRows, GrpoSettings, check_settings, grpo_token_terms
 
@@ -59,11 +56,7 @@ class _Call(NamedTuple):
     temperature_N: Tensor
     rows: GrpoRows
     settings: GrpoSettings
-    logit_scale: float
-    softcap: float
-    chunk_bytes: int
-    weight_grad_VH: Tensor | None
-    impl: str
+    head: HeadOptions
     differentiable: bool  # inside an autograd function gradients are always off
 
 
@@ -74,10 +67,10 @@ class _LinearGrpoLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         wanted = ctx.needs_input_grad
         needs = (wanted[0], wanted[1], wanted[2]) if call.differentiable else (False, False, False)
-        head = Head(operand(weight_VH), bias_V, call.logit_scale, call.softcap)
-        accumulator = call.weight_grad_VH if call.differentiable else None
+        head = Head(operand(weight_VH), bias_V, call.head.logit_scale, call.head.softcap)
+        accumulator = call.head.weight_grad_VH if call.differentiable else None
         gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs, accumulator)
-        run = _run_reference if call.impl == "reference" else _run_triton
+        run = _run_reference if call.head.impl == "reference" else _run_triton
         outputs = run(hidden_NH, head, call, gradients)
         ctx.save_for_backward(*gradients.finish())
         ctx.dtypes = hidden_NH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
@@ -86,7 +79,7 @@ class _LinearGrpoLoss(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return None, None, None, None
@@ -99,7 +92,7 @@ def _run_reference(hidden_NH: Tensor, head: Head, call: _Call, gradients: HeadGr
     outputs = _empty_outputs(hidden_NH)
     loss_N = torch.empty_like(outputs.logprobs_N)
     with_entropy = call.settings.entropy_coef != 0
-    for chunk in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], call.chunk_bytes):
+    for chunk in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], call.head.chunk_bytes):
         softmax = softmax_rows(
             hidden_NH[chunk],
             head,
@@ -122,8 +115,8 @@ def _run_triton(hidden_NH: Tensor, head: Head, call: _Call, gradients: HeadGradi
 
     settings, rows = call.settings, call.rows
     # the entropy's gradient needs logits twice
-    epilogue = False if settings.entropy_coef else {"auto": None, "rows": False, "epilogue": True}[call.impl]
-    plan = _sweep.make_plan(hidden_NH, head.weight_VH, call.chunk_bytes, epilogue=epilogue)
+    epilogue = False if settings.entropy_coef else {"auto": None, "rows": False, "epilogue": True}[call.head.impl]
+    plan = _sweep.make_plan(hidden_NH, head.weight_VH, call.head.chunk_bytes, epilogue=epilogue)
     sweep = _sweep.Sweep.of(hidden_NH, head, call.target_N, call.temperature_N, plan)
     outputs = _empty_outputs(hidden_NH)._replace(logprobs_N=sweep.stats.logprob_N, entropy_N=sweep.stats.entropy_N)
     loss_N, dlogprob_N = torch.empty(2, hidden_NH.shape[0], dtype=torch.float32, device=hidden_NH.device)
@@ -210,7 +203,7 @@ def linear_grpo_loss(
     tau_neg: float = 1.05,
     bias_V: Tensor | None = None,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     chunk_bytes: int | None = None,
     weight_grad_VH: Tensor | None = None,
     impl: str = "auto",
@@ -228,7 +221,7 @@ def linear_grpo_loss(
         still reported.
     importance_N: factor of each row's policy term (rollout correction); or, from sampler_logprobs_N and
         importance_max > 0, min(exp(old - sampler), importance_max), with the present logprobs, detached, in place of a
-        missing old. importance_max without sampler_logprobs_N changes nothing.
+        missing old. sampler_logprobs_N need importance_max; importance_max without them changes nothing.
     clip_low, clip_high: the ratio is clipped to [1 - low, 1 + high]; clip_c > 1: bound of the ratio for negative
         advantages, math.inf for none. A ratio on a bound keeps its gradient.
     entropy_coef: weight of the entropy bonus, with gradient.
@@ -246,10 +239,19 @@ def linear_grpo_loss(
     Returns GrpoLoss. From forward to backward the gradients are kept, of hidden in its dtype, of weight in fp32; the
     backward scales and casts them. Under no_grad none are made. With N = 0 the loss is 0 and
     the gradients are zeros. Raises ValueError for shapes, dtypes, devices and settings that do not fit, and for
-    DTensors.
+    DTensors; its backward RuntimeError under create_graph=True: there are no second derivatives.
     """
-    impl = choose_impl(impl, hidden_NH)
-    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes, weight_grad_VH)
+    head = check_head(
+        hidden_NH,
+        weight_VH,
+        target_N,
+        bias_V,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+        weight_grad_VH=weight_grad_VH,
+        impl=impl,
+    )
     settings = GrpoSettings(
         clip_low,
         clip_high,
@@ -263,17 +265,13 @@ def linear_grpo_loss(
         tau_neg,
     )
     given = GrpoRows(weights_N, advantages_N, old_logprobs_N, ref_logprobs_N, sampler_logprobs_N, importance_N)
-    check_settings(settings, given)
+    settings = check_settings(settings, given)
     call = _Call(
         target_N.long().contiguous(),
         temperature_rows(temperature, hidden_NH),
         given.map(lambda name, x: row_vector(name, x, hidden_NH)),
         settings,
-        logit_scale,
-        softcap,
-        chunk_bytes,
-        weight_grad_VH,
-        impl,
+        head,
         torch.is_grad_enabled(),
     )
     # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones

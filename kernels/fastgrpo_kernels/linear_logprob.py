@@ -11,34 +11,22 @@ through linear_grpo_loss (6 NHV). Shape suffixes: N rows, C rows of a chunk, H h
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fastgrpo_kernels._checks import HeadOptions, check_head, temperature_rows
 from fastgrpo_kernels._chunks import (
     Head,
     HeadGradients,
-    check_head,
-    choose_impl,
     compute_dtype,
+    first_derivative_only,
     logits_gradient,
     operand,
     row_slices,
     softmax_rows,
-    temperature_rows,
 )
-
-
-class _Call(NamedTuple):
-    """What one call holds besides its tensors."""
-
-    logit_scale: float
-    softcap: float
-    chunk_bytes: int
-    weight_grad_VH: Tensor | None
-    impl: str
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -50,7 +38,7 @@ class _LinearLogprob(torch.autograd.Function):
         bias_V: Tensor | None,
         target_N: Tensor,
         temperature_N: Tensor,
-        call: _Call,
+        call: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, temperature_N)
         ctx.call = call
@@ -60,10 +48,10 @@ class _LinearLogprob(torch.autograd.Function):
         return forward(hidden_NH, head, target_N, temperature_N, call)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, dlogprob_N: Tensor | None, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, target_N, temperature_N = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: HeadOptions = ctx.call
         dlogprob_N = torch.zeros_like(temperature_N) if dlogprob_N is None else dlogprob_N.contiguous()
         dentropy_N = None if dentropy_N is None else dentropy_N.contiguous()
         with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -79,7 +67,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _forward_reference(
-    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, call: _Call
+    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, call: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     logprob_N = torch.empty(hidden_NH.shape[0], dtype=compute_dtype(hidden_NH), device=hidden_NH.device)
     entropy_N = torch.empty_like(logprob_N)
@@ -97,7 +85,7 @@ def _backward_reference(
     temperature_N: Tensor,
     dlogprob_N: Tensor,
     dentropy_N: Tensor | None,
-    call: _Call,
+    call: HeadOptions,
     gradients: HeadGradients,
 ) -> None:
     for rows in row_slices(hidden_NH.shape[0], head.weight_VH.shape[0], call.chunk_bytes):
@@ -115,7 +103,7 @@ def _backward_reference(
 
 
 def _forward_triton(
-    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, call: _Call
+    hidden_NH: Tensor, head: Head, target_N: Tensor, temperature_N: Tensor, call: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     from fastgrpo_kernels import _sweep  # where triton is not installed the reference still runs
 
@@ -135,7 +123,7 @@ def _backward_triton(
     temperature_N: Tensor,
     dlogprob_N: Tensor,
     dentropy_N: Tensor | None,
-    call: _Call,
+    call: HeadOptions,
     gradients: HeadGradients,
 ) -> None:
     from fastgrpo_kernels import _sweep
@@ -161,7 +149,7 @@ def linear_logprob(
     *,
     bias_V: Tensor | None = None,
     logit_scale: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     chunk_bytes: int | None = None,
     weight_grad_VH: Tensor | None = None,
     impl: str = "auto",
@@ -171,8 +159,10 @@ def linear_logprob(
     hidden_NH [N, H] and weight_VH [V, H]: bfloat16, float32 or float64, both alike. The logits are fp32 in any case
         (fp64 for fp64). On CUDA fp32 operands obey torch's setting for TF32.
     target_N [N] int64. One outside the vocabulary gets logprob NaN: to refuse it would be to wait for the device.
-    temperature: a positive number, or one for each row, [N] float32; a constant, as far as gradients go.
-    bias_V [V]; logit_scale and softcap (0 = none): what the model does to its logits, before the temperature.
+    temperature: a positive number, or one for each row, [N] floating; a constant, as far as gradients go. A row whose
+        temperature is not above 0 gets NaN.
+    bias_V [V]; logit_scale and softcap (0 or None = none): what the model does to its logits, before the temperature.
+        Both numbers are constants: multiply hidden and bias by a scale that is learned.
     chunk_bytes: what the working buffers of a call may take, by default 2600 MiB on CUDA and 256 MiB elsewhere; besides
         them there are the gradients, and the weight's in fp32. A chunk has at least 256 rows. (The reference form takes
         it as the size of one fp32 buffer of logits, of which two to four live at once, and goes down to 1 row.)
@@ -186,12 +176,21 @@ def linear_logprob(
     Returns (logprob_N, entropy_N), fp32. Gradients flow to hidden, weight and bias through both, where required; the
     backward makes the logits again, and under no_grad nothing is kept. The results depend on chunk_bytes and N only by
     rounding; equal calls give equal bits, and the logprobs are those of linear_grpo_loss on the same rows and budget.
-    Raises ValueError for shapes, dtypes and devices that do not fit, and for DTensors.
+    Raises ValueError for shapes, dtypes, devices and numbers that do not fit, and for DTensors; its backward
+    RuntimeError under create_graph=True: there are no second derivatives.
     """
-    impl = choose_impl(impl, hidden_NH)
-    chunk_bytes = check_head(hidden_NH, weight_VH, target_N, bias_V, softcap, chunk_bytes, weight_grad_VH)
+    call = check_head(
+        hidden_NH,
+        weight_VH,
+        target_N,
+        bias_V,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        chunk_bytes=chunk_bytes,
+        weight_grad_VH=weight_grad_VH,
+        impl=impl,
+    )
     temperature_N = temperature_rows(temperature, hidden_NH)
-    call = _Call(logit_scale, softcap, chunk_bytes, weight_grad_VH, impl)
     # the op obeys the dtypes that it is given: autocast would turn fp32 products into bf16 ones
     with torch.autocast(hidden_NH.device.type, enabled=False):
         return _LinearLogprob.apply(hidden_NH, weight_VH, bias_V, target_N.long().contiguous(), temperature_N, call)

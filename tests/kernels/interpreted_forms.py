@@ -23,6 +23,7 @@ from fastgrpo_kernels import (
     POLICY_LOSSES,
     GrpoRows,
     GrpoSettings,
+    _chunks,
     _exact_rows,
     _exp_gemm,
     _exp_rows,
@@ -58,6 +59,15 @@ def form(request, monkeypatch, small_tiles):
 
 
 @pytest.fixture
+def scaled_by_triton(monkeypatch):
+    """As on a GPU; a list of the tensors that the kernel scaled."""
+    seen = []
+    monkeypatch.setattr(_chunks, "_runs_triton", lambda x: True)
+    monkeypatch.setattr(_scale, "scale", lambda x, *args, scale=_scale.scale: seen.append(x) or scale(x, *args))
+    return seen
+
+
+@pytest.fixture
 def refined(monkeypatch):
     """Rows are refined, as long ones are."""
     monkeypatch.setattr(_exact_rows, "REFINED_WIDTH", 1)
@@ -89,7 +99,7 @@ def test_each_option(form, options, without):
         logprob_tests.test_rows_score_the_next_token,  # B07
         logprob_tests.test_target_outside_the_vocabulary_is_nan_and_leaves_others_alone,
         logprob_tests.test_no_rows_give_zero_gradients,  # B12
-        logprob_tests.test_strided_inputs,
+        logprob_tests.test_a_temperature_that_is_not_positive_is_seen,
         logprob_tests.test_autocast_does_not_reach_inside,
         grpo_tests.test_without_reference_and_with_given_importance,
         grpo_tests.test_clipping_acts_and_is_counted_where_it_acts,  # B04
@@ -102,6 +112,12 @@ def test_each_option(form, options, without):
 )
 def test_what_the_reference_promises(form, test):
     test()
+
+
+def test_strided_inputs(form, scaled_by_triton):
+    logprob_tests.test_strided_inputs()
+    grpo_tests.test_strided_inputs()
+    assert scaled_by_triton
 
 
 @pytest.mark.parametrize("V", [129, 257])
@@ -341,6 +357,23 @@ def test_scale(shape, monkeypatch):
     assert torch.equal(_scale.scale(x, factor, torch.empty(shape)), x * factor[:, None])
     x = x.contiguous()
     assert torch.equal(_scale.scale(x, torch.tensor(-0.25), torch.empty(shape)), -0.25 * x)
+
+
+def test_only_what_is_in_one_piece_is_scaled_by_the_kernel(scaled_by_triton):
+    x, row, one = torch.randn(6, 8), torch.randn(6), torch.tensor(0.5)
+    for given, factor, out, fits in (
+        (x, row, torch.empty(6, 8), True),
+        (x[:, :5], row, torch.empty(6, 9)[:, :5], True),
+        (x, row, torch.empty(8, 6).T, False),
+        (x.T.contiguous().T, row, torch.empty(6, 8), False),
+        (x, one, torch.empty(6, 8), True),
+        (x[:, :5], one, torch.empty(6, 5), False),
+        (x, one, torch.empty(8, 6).T, False),
+    ):
+        scaled_by_triton.clear()
+        want = given * (factor[:, None] if factor.dim() else factor)
+        assert torch.equal(_chunks.scaled(given, factor, x.dtype, out=out), want)
+        assert len(scaled_by_triton) == fits
 
 
 def test_forms_need_a_gpu_or_the_interpreter(monkeypatch):

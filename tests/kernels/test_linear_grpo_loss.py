@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -74,17 +75,17 @@ def problem(N, V, H, seed=0):
     return hidden, weight, target, bias, temperature
 
 
-def row_inputs(N, logprob: Tensor, seed=1) -> dict[str, Tensor]:
-    """Rows near `logprob`, so that all clips occur."""
+def row_inputs(N, logprob: Tensor, seed=1, *, sampler=False) -> dict[str, Tensor]:
+    """Rows near `logprob`, so that all clips occur; with `sampler` for calls with importance_max."""
     rng = torch.Generator().manual_seed(seed)
     noise = torch.randn(3, N, generator=rng)
-    return {
+    rows = {
         "weights_N": torch.rand(N, generator=rng) / 7,
         "advantages_N": torch.randn(N, generator=rng),
         "old_logprobs_N": logprob + 0.7 * noise[0],
         "ref_logprobs_N": logprob + 0.8 * noise[1],
-        "sampler_logprobs_N": logprob + 0.6 * noise[2],
     }
+    return rows | ({"sampler_logprobs_N": logprob + 0.6 * noise[2]} if sampler else {})
 
 
 def doubles(rows: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ def test_everything_at_once_equals_full_logits(V, H, N, chunk_rows):
     hidden, weight, target, bias, temperature = problem(N, V, H)
     logprob = truth(hidden, weight, target, temperature, bias, row_inputs(N, torch.zeros(N)), {})[3]
     options = {"clip_high": 0.28, "importance_max": 2.0, "kl_coef": 0.1, "entropy_coef": 0.05}
-    rows = row_inputs(N, logprob)
+    rows = row_inputs(N, logprob, sampler=True)
     check_against_truth(hidden, weight, target, bias, temperature, rows, options, chunk_rows)
 
 
@@ -164,7 +165,8 @@ def test_everything_at_once_equals_full_logits(V, H, N, chunk_rows):
 def test_each_option_equals_full_logits(options, without):
     hidden, weight, target, bias, temperature = problem(37, 17, 8)
     logprob = truth(hidden, weight, target, temperature, bias, row_inputs(37, torch.zeros(37)), options)[3]
-    rows = {name: x for name, x in row_inputs(37, logprob).items() if name != without}
+    given = row_inputs(37, logprob, sampler="importance_max" in options)
+    rows = {name: x for name, x in given.items() if name != without}
     out = check_against_truth(hidden, weight, target, bias, temperature, rows, options, chunk_rows=10)
     if without == "old_logprobs_N":
         assert (out.ratio_N == 1).all() and (out.flags_N == 0).all()
@@ -176,7 +178,7 @@ def test_without_reference_and_with_given_importance():
     hidden, weight, target, bias, temperature = problem(37, 17, 8)
     logprob = truth(hidden, weight, target, temperature, bias, row_inputs(37, torch.zeros(37)), {})[3]
     rows = row_inputs(37, logprob)
-    del rows["ref_logprobs_N"], rows["sampler_logprobs_N"]
+    del rows["ref_logprobs_N"]
     rows["importance_N"] = torch.rand(37) * 2
     out = check_against_truth(hidden, weight, target, bias, temperature, rows, {}, chunk_rows=10)
     assert torch.equal(out.importance_N, rows["importance_N"]) and (out.kl_N == 0).all()
@@ -190,7 +192,7 @@ def test_bf16_operands(device):
     hidden, weight, bias = hidden.bfloat16(), weight.bfloat16(), bias.bfloat16()
     exact = [x.double() for x in (hidden, weight, bias)]
     logprob = truth(*exact[:2], target, temperature.double(), exact[2], doubles(row_inputs(N, torch.zeros(N))), {})[3]
-    rows = row_inputs(N, logprob.float())
+    rows = row_inputs(N, logprob.float(), sampler=True)
     options = {"importance_max": 2.0, "kl_coef": 0.1, "entropy_coef": 0.05}
     on_device = [x.to(device) for x in (hidden, weight, target, bias, temperature)]
     inputs = leaves(on_device[0], on_device[1], on_device[3])
@@ -213,7 +215,7 @@ def test_equals_linear_logprob_and_a_plain_loss(chunk_rows):
     hidden, weight, target, bias, temperature = problem(37, 257, 24)
     chunk_bytes = 4 * 257 * chunk_rows
     logprob, _ = linear_logprob(hidden, weight, target, temperature, bias_V=bias, chunk_bytes=chunk_bytes)
-    rows = row_inputs(37, logprob)
+    rows = row_inputs(37, logprob, sampler=True)
     options = {"kl_coef": 0.1, "entropy_coef": 0.05, "importance_max": 2.0}
     fused, split = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
     out = linear_grpo_loss(*fused[:2], target, temperature, bias_V=fused[2], chunk_bytes=chunk_bytes, **rows, **options)
@@ -539,6 +541,27 @@ def test_backward_scales_and_may_run_twice():
         assert torch.equal(a, c) and torch.equal(b, -0.25 * a)
 
 
+def test_a_gradient_of_the_gradient_is_refused():
+    """The loss is linear in itself: without the refusal a penalty on its gradient would count for nothing."""
+    hidden, weight, target, _, temperature = problem(10, 17, 8)
+    inputs = leaves(hidden, weight)
+    loss = linear_grpo_loss(*inputs, target, temperature, **row_inputs(10, torch.full((10,), -2.0))).loss
+    with pytest.raises(RuntimeError, match="have first derivatives alone: call autograd without create_graph=True"):
+        torch.autograd.grad(loss, inputs, create_graph=True)
+    assert torch.autograd.grad(loss, inputs[0])[0].abs().sum() > 0
+
+
+def test_numbers_of_any_kind_are_taken():
+    """numpy's scalars and ints: the numbers that configurations hold."""
+    hidden, weight, target, _, _ = problem(10, 17, 8)
+    rows = row_inputs(10, torch.full((10,), -2.0))
+    floats = {"temperature": 0.5, "clip_c": 2.0, "kl_coef": 1.0, "softcap": 0.0, "chunk_bytes": 1000}
+    others = {"temperature": np.float32(0.5), "clip_c": 2, "kl_coef": np.int64(1), "softcap": None}
+    want = linear_grpo_loss(hidden, weight, target, **rows, **floats)
+    got = linear_grpo_loss(hidden, weight, target, **rows, **others, chunk_bytes=np.int64(1000))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_equal_calls_give_equal_bits():
     hidden, weight, target, _, temperature = problem(100, 257, 24)
 
@@ -557,6 +580,19 @@ def test_equal_calls_give_equal_bits():
 
     first = run()
     assert all(torch.equal(a, b) for _ in range(2) for a, b in zip(run(), first, strict=True))
+
+
+def test_strided_inputs():
+    """Column-major hidden states and weight: a gradient that took over the strides was written as if it had not."""
+    hidden, weight, target, _, temperature = problem(10, 17, 8)
+    rows = row_inputs(10, torch.full((10,), -2.0))
+    for entropy_coef in (0.0, 0.1):
+        strided, dense = [x.T.contiguous().T.requires_grad_() for x in (hidden, weight)], leaves(hidden, weight)
+        results = []
+        for inputs in (strided, dense):
+            out = linear_grpo_loss(*inputs, target, temperature, entropy_coef=entropy_coef, **rows)
+            results.append((out.loss, *torch.autograd.grad(out.loss, inputs)))
+        torch.testing.assert_close(*results)
 
 
 class Watch(TorchDispatchMode):
@@ -633,7 +669,7 @@ def test_an_accumulator_gets_the_gradient_of_the_weight_but_not_under_no_grad():
 
 def test_constants_get_no_gradient():
     hidden, weight, target, _, temperature = problem(3, 17, 8)
-    rows = {name: x.requires_grad_() for name, x in row_inputs(3, torch.full((3,), -2.0)).items()}
+    rows = {name: x.requires_grad_() for name, x in row_inputs(3, torch.full((3,), -2.0), sampler=True).items()}
     out = linear_grpo_loss(*leaves(hidden, weight), target, temperature, kl_coef=0.1, importance_max=2.0, **rows)
     out.loss.backward()
     assert all(x.grad is None for x in rows.values())
@@ -656,7 +692,20 @@ def test_constants_get_no_gradient():
         ({"clip_c": 1.0}, "clip_c must be above 1, got 1.0: use inf"),
         (
             {"importance_N": torch.ones(3), "sampler_logprobs_N": torch.ones(3), "importance_max": 2.0},
-            "pass one, or importance_max 0",
+            "both make importance weights: pass one of them",
+        ),
+        ({"sampler_logprobs_N": torch.ones(3)}, r"at most importance_max, which is 0: pass it \(inf for no bound\)"),
+        ({"weights_N": None}, r"weights_N must be a floating tensor of shape \(3,\) on cpu, got None"),
+        ({"advantages_N": None}, "advantages_N must be a floating tensor"),
+        *(({name: NAN}, f"{name} must be a number, got nan") for name in ("clip_low", "clip_high", "clip_c")),
+        *(({name: NAN}, f"{name} must be a finite number, got nan") for name in ("kl_coef", "entropy_coef", "tau_pos")),
+        ({"importance_max": NAN}, "importance_max must be a number, got nan"),
+        ({"kl_coef": INF}, "kl_coef must be a finite number, got inf"),
+        ({"clip_high": "0.2"}, "clip_high must be a number, got '0.2'"),
+        ({"entropy_coef": torch.tensor(0.1)}, "entropy_coef must be a number, got a tensor"),
+        (
+            {"logit_scale": torch.nn.Parameter(torch.ones(()))},
+            "Multiply hidden_NH and bias_V by a scale that is learned",
         ),
         ({"hidden_NH": torch.zeros(3, 9)}, "do not fit"),
         ({"temperature": -1.0}, "temperature must be positive"),

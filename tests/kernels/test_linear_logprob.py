@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastgrpo_kernels
-from fastgrpo_kernels import linear_logprob, linear_logprob_ref
+from fastgrpo_kernels import linear_grpo_loss, linear_logprob, linear_logprob_ref
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -254,6 +255,25 @@ def test_chunk_budget_changes_rounding_only():
             assert relative(got, want.double()) < 1e-6
 
 
+def test_a_gradient_of_the_gradient_is_refused():
+    """Of a loss that is linear in the logprobs, too, which torch's own check would let pass."""
+    hidden, weight, target, _ = problem(10, 17, 8)
+    inputs = leaves(hidden, weight)
+    logprob, _ = linear_logprob(*inputs, target)
+    for loss in (logprob.sum(), logprob.square().sum()):
+        with pytest.raises(RuntimeError, match="have first derivatives alone: call autograd without create_graph=True"):
+            torch.autograd.grad(loss, inputs, create_graph=True, retain_graph=True)
+
+
+def test_a_temperature_that_is_not_positive_is_seen():
+    """In its row alone: what a tensor holds is not looked at before."""
+    hidden, weight, target, _ = problem(5, 17, 8)
+    logprob, entropy = linear_logprob(hidden, weight, target, torch.tensor([0.7, -0.7, 0.0, math.nan, 1.0]))
+    want = linear_logprob(hidden, weight, target, torch.tensor([0.7, 1.0, 1.0, 1.0, 1.0]))
+    assert logprob.isnan().tolist() == entropy.isnan().tolist() == [False, True, True, True, False]
+    assert torch.equal(logprob[[0, 4]], want[0][[0, 4]]) and torch.equal(entropy[[0, 4]], want[1][[0, 4]])
+
+
 def test_equal_calls_give_equal_bits():
     hidden, weight, target, _ = problem(100, 257, 24, torch.bfloat16)
 
@@ -268,14 +288,23 @@ def test_equal_calls_give_equal_bits():
 
 
 def test_strided_inputs():
+    """Sliced and column-major operands: their values, and gradients that do not take over the strides."""
     hidden, weight, target, _ = problem(10, 17, 8)
     wide = torch.zeros(10, 2, 8)
     wide[:, 1] = hidden
-    tall = weight.T.contiguous().T
-    for got, want in zip(
-        linear_logprob(wide[::2, 1], tall, target[::2]), linear_logprob(hidden[::2], weight, target[::2]), strict=True
+    for given, plain, rows in (
+        ((wide[::2, 1], weight.T.contiguous().T), (hidden[::2], weight), target[::2]),
+        ((hidden.T.contiguous().T, weight), (hidden, weight), target),
     ):
+        strided, dense = [x.detach().requires_grad_() for x in given], leaves(*plain)
+        got, want = linear_logprob(*strided, rows), linear_logprob(*dense, rows)
         torch.testing.assert_close(got, want)
+        for upstream in (0.0, 0.3):
+            gradients = [
+                torch.autograd.grad((x[0] + upstream * x[1]).sum(), inputs, retain_graph=True)
+                for x, inputs in ((got, strided), (want, dense))
+            ]
+            torch.testing.assert_close(*gradients)
 
 
 def test_no_tensor_of_rows_times_vocabulary():
@@ -335,11 +364,25 @@ def test_autocast_does_not_reach_inside():
         ({"target_N": torch.zeros(4, dtype=torch.int64)}, r"shape \(3,\)"),
         ({"target_N": torch.zeros(3)}, "must be int64"),
         ({"bias_V": torch.zeros(16)}, r"shape \(17,\)"),
+        ({"hidden_NH": [[0.0] * 8] * 3}, "hidden_NH must be a torch tensor, got a list"),
+        ({"target_N": np.zeros(3, dtype=np.int64)}, "target_N must be a torch tensor, got a ndarray"),
+        ({"weight_VH": torch.nn.Linear(8, 17)}, "weight_VH must be a torch tensor, got a Linear: pass its weight"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"temperature": "a"}, "temperature must be positive, got a"),
+        (
+            {"temperature": "1"},
+            "temperature must be a number, got '1': pass one above 0, or a tensor with one for each",
+        ),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"temperature": math.inf}, "temperature must be a finite number, got inf"),
         ({"temperature": torch.ones(4)}, r"temperature must be a floating tensor of shape \(3,\)"),
         ({"softcap": -1.0}, "softcap must be positive"),
+        ({"softcap": math.inf}, "softcap must be a finite number, got inf"),
+        ({"logit_scale": math.nan}, "logit_scale must be a finite number, got nan"),
+        ({"logit_scale": torch.ones(17)}, r"logit_scale must be a number, got a tensor of shape \(17,\), to which no"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive"),
+        ({"chunk_bytes": 1e6}, "chunk_bytes must be positive and a whole number, got 1000000.0"),
+        ({"weight_grad_VH": torch.zeros(17, 8).double()}, "weight_grad_VH must be torch.float32 of shape"),
+        ({"weight_grad_VH": torch.zeros(1, 8).expand(17, 8)}, "weight_grad_VH is expanded"),
         ({"weight_VH": torch.zeros(17, 8, device="meta")}, "move one to the other"),
     ],
 )
@@ -354,15 +397,20 @@ def test_refusals_say_what_to_do(change, message):
             op(**{**good, **change})
 
 
-def test_a_sharded_weight_is_refused():
+def test_sharded_tensors_are_refused():
     started = not torch.distributed.is_initialized()
     if started:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        weight = distribute_tensor(torch.zeros(17, 8), mesh, [Replicate()])
-        with pytest.raises(ValueError, match="weight_VH is a DTensor: call the op inside the FSDP-managed forward"):
-            linear_logprob(torch.zeros(3, 8), weight, torch.zeros(3, dtype=torch.int64))
+        good = {"hidden_NH": torch.zeros(3, 8), "weight_VH": torch.zeros(17, 8), "target_N": torch.zeros(3).long()}
+        by_row = {"weights_N": torch.ones(3), "advantages_N": torch.ones(3)}
+        others = {"bias_V": torch.zeros(17), "weight_grad_VH": torch.zeros(17, 8), "temperature": torch.ones(3)}
+        for op, given in ((linear_logprob, good | others), (linear_grpo_loss, good | others | by_row)):
+            for name, x in given.items():
+                sharded = distribute_tensor(x, mesh, [Replicate()])
+                with pytest.raises(ValueError, match=f"{name} is a DTensor: call the op inside the FSDP-managed"):
+                    op(**given | {name: sharded})
     finally:
         if started:
             torch.distributed.destroy_process_group()

@@ -38,13 +38,12 @@ def problem(T: int, H: int, V: int, *, spread: float = 2.2, peak: float = 22.0, 
 
 def row_inputs(T: int, logprob: Tensor) -> dict[str, Tensor]:
     rng = torch.Generator("cuda").manual_seed(1)
-    noise = torch.randn(4, T, device="cuda", generator=rng)
+    noise = torch.randn(3, T, device="cuda", generator=rng)
     return {
         "weights_N": torch.full((T,), 1 / max(T, 1), device="cuda"),
         "advantages_N": noise[0],
         "old_logprobs_N": logprob + 0.3 * noise[1],
         "ref_logprobs_N": logprob + 0.3 * noise[2],
-        "sampler_logprobs_N": logprob + 0.1 * noise[3],
     }
 
 
@@ -201,6 +200,35 @@ def test_strided_and_sliced_inputs(form):
     assert torch.equal(loss.loss, plain.loss)
     transposed = linear_logprob(hidden.T.contiguous().T, weight.T.contiguous().T, target, impl=form)
     torch.testing.assert_close(transposed[0], want[0], rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["columns first", "every second row", "part of wider rows"])
+def test_gradients_of_strided_inputs(form, layout):
+    """Against those of the same numbers in one piece, in every pass: by logprob, by entropy too, and of the loss."""
+
+    def strided(x: Tensor) -> Tensor:
+        if layout == "columns first":
+            return x.T.contiguous().T.requires_grad_()
+        wide = torch.full((2 * x.shape[0], 2 * x.shape[1]), math.nan, device="cuda", dtype=x.dtype)
+        part = wide[::2, : x.shape[1]] if layout == "every second row" else wide[: x.shape[0], : x.shape[1]]
+        return part.copy_(x).requires_grad_()
+
+    hidden, weight, target = problem(600, 512, 32001)
+    inputs, dense = (strided(hidden), strided(weight)), (hidden.requires_grad_(), weight.requires_grad_())
+    assert not inputs[0].is_contiguous() and torch.equal(inputs[0], hidden) and torch.equal(inputs[1], weight)
+    rows = row_inputs(600, torch.full((600,), -1.0, device="cuda"))
+    up = torch.randn(600, device="cuda")
+
+    def gradients(x: Tensor, w: Tensor) -> list[Tensor]:
+        logprob, entropy = linear_logprob(x, w, target, impl=form)
+        losses = [(logprob * up).sum(), (logprob * up + 0.3 * entropy).sum()]
+        for entropy_coef in (0.0, 0.1):
+            losses.append(linear_grpo_loss(x, w, target, entropy_coef=entropy_coef, impl=form, **rows).loss)
+        return [grad for loss in losses for grad in torch.autograd.grad(loss, (x, w), retain_graph=True)]
+
+    for got, want in zip(gradients(*inputs), gradients(*dense), strict=True):
+        assert relative(got, want.double()) < 6e-3  # two gradients, each rounded
 
 
 @pytest.mark.parametrize("form", FORMS)
