@@ -6,20 +6,18 @@ due saves without it, and validates when it goes on. Without the metric that che
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.checkpoint.disk import write_durably
-from fastgrpo.checkpoint.folders import MANIFEST, point_to_best, read_manifest
+from fastgrpo.checkpoint.folders import point_to_best, read_manifest, write_manifest
 
 
 def amend(checkpoint: Path, metric: float | None, parts: Mapping[str, Any], *, best_mode: str | None) -> None:
     """By one rank. `best_mode`: max or min where a best one is kept. Raises OSError or, where the checkpoint is no
     longer complete, ValueError."""
     manifest = replace(read_manifest(checkpoint), metric=metric, parts=dict(parts))
-    write_durably(checkpoint / MANIFEST, json.dumps(asdict(manifest), indent=1))
+    write_manifest(checkpoint, manifest)
     if best_mode:
         point_to_best(checkpoint.parent, best_mode)

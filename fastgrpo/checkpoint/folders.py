@@ -7,6 +7,7 @@ RUN/checkpoints/
         checkpoint.json      what it is, with the size of every other file: written last, then the folder is renamed
         state/               DCP shards: float32 masters and optimizer
         ranks/00000.json     each rank's random generators
+        files.crc32          checksums of all these (checksum.py)
         model/               the policy as an ordinary Hugging Face folder
     step_000030.part/        one that is being written, or was when the run died
 """
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from fastgrpo.checkpoint.disk import PART, file_sizes, remove_tree, sync_folder,
 MANIFEST = "checkpoint.json"
 LATEST, BEST = "latest", "best"
 FORMAT = 1
+_CRC32 = "crc32"  # in checkpoint.json, besides the fields of Manifest
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -55,9 +58,8 @@ def step_of(folder: Path) -> int | None:
 def commit(part: Path, manifest: Manifest) -> Path:
     """Make `part`, a folder whose name ends in .part, a complete checkpoint; returns its folder. `manifest.files` is
     filled in here."""
-    document = asdict(manifest) | {"files": file_sizes(part)}
     sync_tree(part)
-    write_durably(part / MANIFEST, json.dumps(document, indent=1))
+    write_manifest(part, replace(manifest, files=file_sizes(part)))
     folder = part.with_name(part.name.removesuffix(PART))
     if folder.exists():  # an incomplete one, else it would not be saved again
         remove_tree(folder)
@@ -67,10 +69,22 @@ def commit(part: Path, manifest: Manifest) -> Path:
     return folder
 
 
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """With a CRC32 of what it says: a digit that a disk changes would be a number like any other."""
+    document = asdict(manifest)
+    write_durably(folder / MANIFEST, json.dumps(document | {_CRC32: _crc32(document)}, indent=1))
+
+
+def _crc32(document: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(document).encode()):08x}"
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises ValueError, saying what is wrong, unless the checkpoint is complete."""
     try:
-        manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        written = document.pop(_CRC32, None) if isinstance(document, dict) else None
+        manifest = Manifest(**document)
     except FileNotFoundError:
         raise ValueError(f"it has no {MANIFEST}, which is written last") from None
     except (ValueError, TypeError) as error:
@@ -79,6 +93,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"its format is {manifest.format}, this version of fastgrpo reads {FORMAT}")
     if lacking := _lacking(manifest):
         raise ValueError(f"its {MANIFEST} is damaged: {lacking}")
+    if written is not None and written != _crc32(document):  # an older version wrote none
+        raise ValueError(f"its {MANIFEST} has changed since it was written (CRC32 {_crc32(document)}, {written} then)")
     sizes = file_sizes(folder)
     for name, size in manifest.files.items():
         if name not in sizes:

@@ -7,7 +7,7 @@ no optimizer, and model/ rounded weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.checkpoint.checksum import safetensors_crc32
 from fastgrpo.checkpoint.disk import PART, remove_tree
 from fastgrpo.checkpoint.tensors import trained_parameters
 from fastgrpo.mesh import Mesh
@@ -55,22 +56,29 @@ def save_model(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: Path,
 
 def write_trained(
     folder: Path, policy: Policy, tensors: Iterator[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """By one rank alone. `tensors`: of policy.trained_names, whole, under the names of the folder."""
+) -> dict[str, str]:
+    """By one rank alone. `tensors`: of policy.trained_names, whole, under the names of the folder. Returns the CRC32 of
+    the large files, by their path in `folder`."""
     if policy.lora is None:
-        _write_model(folder / MODEL, policy, tensors, tokenizer)
-    else:
-        held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
-        save_adapter(folder / ADAPTER, policy.lora, held, tokenizer.save_pretrained)
+        found = _write_model(folder / MODEL, policy, tensors, tokenizer, digest=safetensors_crc32)
+        return {f"{MODEL}/{name}": value for name, value in found.items()}
+    held = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+    save_adapter(folder / ADAPTER, policy.lora, held, tokenizer.save_pretrained)
+    return {}
 
 
 def _write_model(
-    folder: Path, policy: Policy, tensors: Iterator[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    save_folder(folder, policy.folder, tensors, policy.stored_dtype, extra=tokenizer.save_pretrained)
+    folder: Path,
+    policy: Policy,
+    tensors: Iterator[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    digest: Callable[[Path, Mapping[str, Tensor]], str] | None = None,
+) -> dict[str, str]:
+    extra = tokenizer.save_pretrained
+    return save_folder(folder, policy.folder, tensors, policy.stored_dtype, extra=extra, digest=digest)
 
 
-def _saved(mesh: Mesh, folder: Path, tensors: Iterator[tuple[str, Tensor]], write: Callable[[], None]) -> None:
+def _saved(mesh: Mesh, folder: Path, tensors: Iterator[tuple[str, Tensor]], write: Callable[[], object]) -> None:
     failure: Exception | None = None
     try:
         if mesh.is_main:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fastgrpo.checkpoint.checksum import check_shards
+from fastgrpo.checkpoint.checksum import check_files
 from fastgrpo.checkpoint.folders import Manifest, find_checkpoints, step_of
 from fastgrpo.checkpoint.random_state import set_random_state
 from fastgrpo.checkpoint.tensors import restore_tensors
@@ -43,7 +43,7 @@ def restore(
     """A collective, so that a rank that cannot read ends all. Raises UserError, which names an older checkpoint."""
     error: str | None = None
     try:
-        check_shards(folder / "state", mesh.rank, mesh.world)
+        check_files(folder, mesh.rank, mesh.world)
         restore_tensors(folder / "state", policy.module, optimizer)
         if manifest.world == mesh.world:
             set_random_state(json.loads((folder / "ranks" / f"{mesh.rank:05d}.json").read_text()))
@@ -51,17 +51,39 @@ def restore(
         raise
     except Exception as failure:
         log.debug("rank %d cannot read %s", mesh.rank, folder, exc_info=True)
-        error = f"rank {mesh.rank}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+        error = _in_words(failure, mesh)
     if errors := [text for text in mesh.gather(error) if text]:
-        raise UserError(f"{folder} cannot be read, though no file is missing: {'; '.join(errors)}. {_way_out(folder)}")
+        why = f"{folder} cannot be read, though no file is missing: {'; '.join(errors)}."
+        raise UserError(f"{why} {_way_out(folder, mesh)}")
     for name, part in parts.items():
         if name in manifest.parts:  # a part that is newer than the checkpoint starts as it is
             part.load_state(manifest.parts[name])
 
 
-def _way_out(folder: Path) -> str:
+def _in_words(failure: Exception, mesh: Mesh) -> str:
+    return f"rank {mesh.rank}: {type(failure).__name__}: {str(failure).partition(chr(10))[0]}"
+
+
+def _way_out(folder: Path, mesh: Mesh) -> str:
+    """A collective: what is offered is read before, by all ranks, as at a start."""
     step = step_of(folder) or 0
-    older = next((path for path, manifest in find_checkpoints(folder.parent).complete if manifest.step < step), None)
-    if older is None:
-        return "There is no older one; copy it anew if it was copied, or start a new run with trainer.resume=never"
-    return f"Go on from the complete one before it with trainer.resume={older}, or copy it anew if it was copied"
+    found = find_checkpoints(folder.parent).complete if mesh.is_main else []
+    older = mesh.broadcast([path for path, manifest in found if manifest.step < step])
+    damaged: list[str] = []
+    for path in older:
+        if not _is_damaged(path, mesh):
+            also = f" ({', '.join(damaged)} cannot be read either)" if damaged else ""
+            before = f"the complete one before it with trainer.resume={path}{also}"
+            return f"Go on from {before}, or copy it anew if it was copied"
+        damaged.append(path.name)
+    none = f"No older one can be read ({', '.join(damaged)})" if damaged else "There is no older one"
+    return f"{none}; copy it anew if it was copied, or start a new run with trainer.resume=never"
+
+
+def _is_damaged(folder: Path, mesh: Mesh) -> bool:
+    error: str | None = None
+    try:
+        check_files(folder, mesh.rank, mesh.world)
+    except (OSError, ValueError) as failure:
+        error = _in_words(failure, mesh)
+    return any(mesh.gather(error))

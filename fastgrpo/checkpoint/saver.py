@@ -5,7 +5,7 @@
     gather plans and sizes                           write state/__<rank>_0.distcp, ranks/<rank>.json, flush
     rank 0: room on the disk? one global plan   -->  key `<number>/<rank>`: what was written, or what went wrong
     broadcast                                        rank 0: wait for all, write state/.metadata, model/ out of the
-    the step goes on                                 shards, checkpoint.json, rename, move `latest`, retire old ones
+    the step goes on                                 shards, checksums, checkpoint.json, rename, move `latest`, retire
                                                      key `<number>/done`; the others end when it is there
 
 The threads meet in the store, never in a collective: those belong to the main thread. A rank's thread always leaves its
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.checkpoint import host_memory
+from fastgrpo.checkpoint.checksum import write_list
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
 from fastgrpo.checkpoint.folders import Manifest, commit, point_to_best, retire, step_folder
 from fastgrpo.checkpoint.model import trained_bytes, write_trained
@@ -225,7 +226,8 @@ class Saver:
         assert job.metadata is not None
         policy, state = self._policy, job.part / "state"
         write_index(state, job.metadata, results)
-        write_trained(job.part, policy, full_masters(state, policy.trained_names), self._tokenizer)
+        known = write_trained(job.part, policy, full_masters(state, policy.trained_names), self._tokenizer)
+        write_list(job.part, known)
         folder = commit(job.part, job.manifest)
         self.complete = job.manifest.step
         log.info("checkpoint %s", folder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,11 +167,14 @@ def save_folder(
     dtype: torch.dtype,
     *,
     extra: Callable[[Path], object],
-) -> None:
+    digest: Callable[[Path, Mapping[str, Tensor]], str] | None = None,
+) -> dict[str, str]:
     """Write a Hugging Face folder: weights in `dtype`, everything else copied from the `source` folder, then what
-    `extra` writes into it. Written aside and renamed when complete; one rank writes."""
+    `extra` writes into it. Written aside and renamed when complete; one rank writes. Returns what `digest` makes
+    of each file of weights and its tensors, by the file's name."""
     part = _fresh(folder)
     files: dict[str, str] = {}
+    digests: dict[str, str] = {}
     held: dict[str, Tensor] = {}
     total, held_bytes, number = 0, 0, 1
 
@@ -179,6 +182,8 @@ def save_folder(
         file = f"model-{number:05d}.safetensors"
         save_file(held, part / file, metadata={"format": "pt"})
         files.update(dict.fromkeys(held, file))
+        if digest is not None:
+            digests[file] = digest(part / file, held)
         held.clear()
 
     for name, tensor in tensors:
@@ -191,7 +196,9 @@ def save_folder(
     if held:
         flush()
     if len(set(files.values())) == 1:
-        (part / next(iter(files.values()))).rename(part / "model.safetensors")
+        [only] = set(files.values())
+        (part / only).rename(part / "model.safetensors")
+        digests = {"model.safetensors": digests[only]} if digests else {}
     else:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -200,6 +207,7 @@ def save_folder(
             shutil.copy(path, part)
     extra(part)
     _complete(part, folder)
+    return digests
 
 
 @contextmanager

@@ -78,6 +78,8 @@ def test_incomplete_folders_say_why(tmp_path: Path) -> None:
     for step, changed in ((61, {"files": []}), (62, {"files": {"a": None}}), (63, {"step": "63", "parts": None})):
         manifest = make(tmp_path, step) / "checkpoint.json"
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | changed))
+    manifest = make(tmp_path, 64) / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"step": 64', '"step": 65'))  # one bit
     (tmp_path / "step_000070.part").mkdir()
     found = find_checkpoints(tmp_path)
     assert [path.name for path, _ in found.complete] == ["step_000010"]
@@ -90,8 +92,9 @@ def test_incomplete_folders_say_why(tmp_path: Path) -> None:
     assert reasons[5] == "step_000061: its checkpoint.json is damaged: files cannot be what it says"
     assert reasons[6] == "step_000062: its checkpoint.json is damaged: files cannot be what it says"
     assert reasons[7] == "step_000063: its checkpoint.json is damaged: parts, step cannot be what it says"
-    assert reasons[8] == "step_000070.part: it was still being written"
-    assert reasons[9] == "latest: it names 'step_000063', which is no complete checkpoint"
+    assert reasons[8].startswith("step_000064: its checkpoint.json has changed since it was written (CRC32 ")
+    assert reasons[9] == "step_000070.part: it was still being written"
+    assert reasons[10] == "latest: it names 'step_000064', which is no complete checkpoint"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastgrpo.checkpoint import Manifest, Saver, host_memory, restore, saver
+from fastgrpo.checkpoint import Manifest, Saver, checksum, host_memory, restore, saver
+from fastgrpo.checkpoint.checksum import crc32, safetensors_crc32
 from fastgrpo.checkpoint.folders import find_checkpoints, read_manifest
 from fastgrpo.checkpoint.host_memory import available_bytes
 from fastgrpo.checkpoint.random_state import random_state, set_random_state
@@ -213,36 +216,102 @@ def test_an_error_anywhere_leaves_nothing_half(
     assert [found.step for _, found in find_checkpoints(tmp_path).complete] == [2]
 
 
-def test_a_damaged_shard_of_the_right_size_ends_the_resume(tiny_model: Path, mesh: Mesh, tmp_path: Path) -> None:
-    """One bit of a tensor, which torch reads without a word; and a file of zeros without a checksum."""
-    made = make_policy(tiny_model, mesh)
-    saving = saver_of(tmp_path, made, tiny_model, mesh)
-    for step in (1, 2):
-        saving.save(manifest(step), random_state(), wait=True)
-    older, newer = tmp_path / "step_000001", tmp_path / "step_000002"
+def flip(file: Path) -> None:
+    """One bit in the middle; a second time mends it."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
-    def resume(folder: Path) -> None:
+
+@pytest.fixture(scope="module")
+def three_saved(tiny_model: Path, mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, made = tmp_path_factory.mktemp("three"), make_policy(tiny_model, mesh)
+    saving = saver_of(root, made, tiny_model, mesh)
+    for step in (1, 2, 3):
+        saving.save(manifest(step), random_state(), wait=True)
+    return root
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state/__0_0.distcp",  # torch reads it without a word
+        "state/.metadata",
+        "ranks/00000.json",
+        "model/model.safetensors",  # these are for other programs, to which nothing would tell it
+        "model/tokenizer.json",
+        "model/generation_config.json",
+    ],
+)
+def test_a_changed_bit_anywhere_ends_the_resume(
+    name: str, three_saved: Path, tiny_model: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    """And what is offered in its place is not damaged itself."""
+    root = shutil.copytree(three_saved, tmp_path / "checkpoints")
+    first, second, third = (root / f"step_00000{step}" for step in (1, 2, 3))
+
+    def refusal() -> str:
+        with pytest.raises(UserError) as refused:
+            restore(third, read_manifest(third), *make_policy(tiny_model, mesh), {}, mesh)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    restore(third, read_manifest(third), *make_policy(tiny_model, mesh), {}, mesh)
+    flip(third / name)
+    said = refusal()
+    assert f"{third} cannot be read, though no file is missing: rank 0: ValueError: {name} has changed" in said
+    assert f"with trainer.resume={second}, or copy" in said
+    flip(second / name)
+    assert f"with trainer.resume={first} (step_000002 cannot be read either), or copy" in refusal()
+    flip(first / name)
+    assert "No older one can be read (step_000002, step_000001); copy it anew" in refusal()
+
+
+def test_checkpoints_of_older_versions_have_fewer_checksums(
+    three_saved: Path, tiny_model: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    """None in checkpoint.json, none of model/, at first none of shards; what torch cannot read is refused even so."""
+    folder = shutil.copytree(three_saved / "step_000001", tmp_path / "step_000001")
+    document = json.loads((folder / "checkpoint.json").read_text())
+    del document["crc32"]
+    for name in ("files.crc32", "state/__0_0.distcp.crc32"):
+        (folder / name).unlink()
+        del document["files"][name]
+        (folder / "checkpoint.json").write_text(json.dumps(document))
+        restore(folder, read_manifest(folder), *make_policy(tiny_model, mesh), {}, mesh)
+    shard = folder / "state" / "__0_0.distcp"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(UserError, match=r"rank 0: \w+: .*There is no older one"):
         restore(folder, read_manifest(folder), *make_policy(tiny_model, mesh), {}, mesh)
 
-    resume(newer)
-    shard = newer / "state" / "__0_0.distcp"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(UserError) as refused:
-        resume(newer)
-    said = str(refused.value)
-    assert f"{newer} cannot be read, though no file is missing: rank 0: ValueError: __0_0.distcp has changed" in said
-    assert f"trainer.resume={older}" in said and "\n" not in said
 
-    shard = older / "state" / "__0_0.distcp"
-    shard.write_bytes(bytes(shard.stat().st_size))
-    shard.with_name("__0_0.distcp.crc32").unlink()
-    listed = json.loads((older / "checkpoint.json").read_text())
-    del listed["files"]["state/__0_0.distcp.crc32"]
-    (older / "checkpoint.json").write_text(json.dumps(listed))
-    with pytest.raises(UserError, match=r"rank 0: \w+: .*There is no older one"):
-        resume(older)
+def test_checksums_from_memory_are_those_of_the_files(tmp_path: Path) -> None:
+    """Weights are not read again at the save. In dtypes, sizes and strides of all kinds."""
+    tensors = {
+        "b": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T,
+        "a": torch.tensor(1.5, dtype=torch.float64),
+        "nothing": torch.zeros(0, 4),
+        "z": torch.arange(5, dtype=torch.uint8),
+        "y": torch.randn(3, 1, 2),
+    }
+    file = tmp_path / "a.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    right = crc32(file)
+    assert safetensors_crc32(file, tensors) == right == f"{zlib.crc32(file.read_bytes()):08x}"
+    flip(file)
+    assert crc32(file) != right
+
+
+def test_no_large_file_is_read_again_for_its_checksum(
+    tiny_model: Path, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(checksum, "crc32", lambda file: read.append(file.name) or crc32(file))
+    saver_of(tmp_path, make_policy(tiny_model, mesh), tiny_model, mesh).save(manifest(1), random_state(), wait=True)
+    assert "tokenizer.json" in read and "model.safetensors" not in read
+    saved = tmp_path / "step_000001"
+    listed = [line.split("  ") for line in (saved / "files.crc32").read_text().splitlines()]
+    assert [crc32(saved / "model" / "model.safetensors"), "model/model.safetensors"] in listed
 
 
 def test_random_state_is_plain_and_exact() -> None:
