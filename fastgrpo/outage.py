@@ -4,7 +4,8 @@
     none of a later one                  said and counted, no update; the run goes on
     none of the last `most` in a row     Stopped, between two steps: the state is saved, for a start after the outage
 
-Not here: a function that raises on a whole first batch (reward/total.py), and single samples, which are left out.
+Not here: a function that raises on a whole first batch (reward/total.py; in a run that goes on from a checkpoint it is
+an outage like any other), and single samples, which are left out.
 """
 
 from __future__ import annotations

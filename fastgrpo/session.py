@@ -14,7 +14,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Protocol, Self
 
-from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore
+from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore, same_rewards
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.final_save import check_room
@@ -53,9 +53,11 @@ class Session:
     def __enter__(self) -> Self:
         run, s = self._run, self._run.stages
         check_room(s.actor.policy, s.mesh, run.config.trainer)
-        start, self._lock = find_start(run.config, s.mesh, s.identity, s.total_steps)  # held to the end
+        start, self._lock = find_start(run.config, s.mesh, s.identity, s.total_steps)  # to the end
         if start.checkpoint is not None and start.manifest is not None:
             restore(start.checkpoint, start.manifest, s.actor.policy, s.actor.optimizer, run.stateful, s.mesh)
+            if not run.config.trainer.val_only and same_rewards(start.manifest, run.config, s.identity):
+                s.rewards.resume()  # a validation is worth nothing without scores, and functions that changed are new
         provenance = describe_start(run.config, s.layout, s.mesh, s.identity, start, s.engine.info)
         self.report = Report(run.config, s.mesh, s.total_steps, start, provenance)
         run.watchdog.folder = self.report.folder
@@ -125,8 +127,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Stopped):
-            self._saver.wait(LAST_SAVE_S)  # some rank may be gone
-            self._close(finished=False)
+            written = self._saver.wait(LAST_SAVE_S)  # some rank may be gone
+            self._close(finished=False, written=written)
             return
         with self._run.watchdog.stage("save"):  # a disk that stalls has its limit here, too
             if error is not None:
@@ -138,9 +140,11 @@ class Session:
         if error is not None:
             self._run.close()
 
-    def _close(self, *, finished: bool) -> None:
+    def _close(self, *, finished: bool, written: bool = True) -> None:
         self._say_failures()
         self.report.close(finished=finished)
+        if self._lock is not None and written:  # the process may live on, in a notebook, and start the run again
+            self._lock.release()
 
     def _stop(self, stop: Stopped) -> None:
         """Raises RuntimeError when a rank is missing: a save would wait for it for ever."""

@@ -11,6 +11,7 @@ A part of the run that has state besides masters and optimizer is `Stateful`, an
 """
 
 from fastgrpo.checkpoint.amend import amend
+from fastgrpo.checkpoint.compare import same_rewards
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
 from fastgrpo.checkpoint.model import save_model, save_trained, trained_bytes
@@ -32,6 +33,7 @@ __all__ = [
     "find_start",
     "identify",
     "restore",
+    "same_rewards",
     "save_model",
     "save_trained",
     "trained_bytes",

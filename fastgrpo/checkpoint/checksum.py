@@ -45,7 +45,7 @@ def safetensors_crc32(file: Path, tensors: Mapping[str, Tensor]) -> str:
     value = zlib.crc32(header, zlib.crc32(size))
     places = {name: entry["data_offsets"] for name, entry in json.loads(header).items() if name in tensors}
     for name in sorted(places, key=places.__getitem__):
-        value = zlib.crc32(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy(), value)
+        value = zlib.crc32(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
     return f"{value:08x}"
 
 

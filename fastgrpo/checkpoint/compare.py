@@ -26,6 +26,13 @@ def made_by(manifest: Manifest, config: RunConfig) -> bool:
     return same_place and not changed_options(manifest.config, config, allowed=())
 
 
+def same_rewards(manifest: Manifest, config: RunConfig, identity: Identity) -> bool:
+    """Whether the functions are those of the start that saved: what they do not score now, they have scored then."""
+    changed = changed_options(manifest.config, config, allowed=())
+    same_code = manifest.identity["reward_code"] == identity.reward_code
+    return same_code and not any(line.startswith("reward.functions.") for line in changed)
+
+
 def _other_material(manifest: Manifest, config: RunConfig, identity: Identity, total_steps: int) -> list[str]:
     before, now = manifest.identity, asdict(identity)
     reasons = []

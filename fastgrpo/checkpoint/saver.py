@@ -112,11 +112,12 @@ class Saver:
         if not copy:  # the writer reads the weights themselves: they must stay as they are
             self.wait()
 
-    def wait(self, limit_s: float | None = None) -> None:
-        """Until the last save is complete, or has failed, on all ranks. With a limit it may be neither afterwards."""
-        if self._thread is not None:
-            self._thread.join(limit_s)
-            self._thread = None
+    def wait(self, limit_s: float | None = None) -> bool:
+        """Until the last save is complete or has failed, on all ranks; whether so: with a limit it may be neither."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(limit_s)
+        return thread is None or not thread.is_alive()
 
     # Main thread -----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,12 @@ class Rewards:
         self._local = [f for f in functions if not isinstance(f, RewardFunction)]
         self._first = True  # no batch has been scored yet
 
+    def resume(self) -> None:
+        """The run goes on, so the functions have scored in an earlier start: what fails on the whole first batch of
+        this one is an outage, as at a later step, and no mistake of the user's."""
+        self._first = False
+        self._runner.resume()
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of the functions before they run."""

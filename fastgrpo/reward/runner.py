@@ -81,6 +81,7 @@ class RewardRunner:
         self._speeds = [_Speed() for _ in functions]
         self._forms: list[Form] = []  # how each function is called; known when a worker has loaded them
         self._load_s = 0.0  # that a worker took to load the functions
+        self._resumed = False
         self._nursery: Nursery | None = None
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
@@ -95,6 +96,10 @@ class RewardRunner:
             while not any(worker.ready for worker in self._workers):
                 self._turn(batch)
                 self._staff(batch)
+
+    def resume(self) -> None:
+        """The functions have answered in an earlier start of the run: one that never comes back is down, not wrong."""
+        self._resumed = True
 
     def outcomes(self, requests: Sequence[RewardRequest]) -> list[list[Outcome]]:
         """For each function, an Outcome a request, in order. From any thread. UserError for a mistake in a function."""
@@ -320,10 +325,10 @@ class RewardRunner:
 
     def _refuse_if_never_back(self, function: int, batch: _Batch) -> None:
         """UserError when a function has never answered: without it, a first batch would wait for every timeout. One
-        that only watches is not asked any more in this batch."""
+        that only watches, or is down in a run that goes on, is not asked any more in this batch."""
         timeouts = sum(o.status == "timeout" for (f, _), o in batch.outcomes.items() if f == function)
         if not self._speeds[function].calls and timeouts >= 4 * self._num_workers:
-            if self.functions[function].weight == 0:
+            if self.functions[function].weight == 0 or self._resumed:
                 batch.give_up(function, self._late())
                 return
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from cases import one_process
 
 from fastgrpo import Trainer
 from fastgrpo.checkpoint.folders import find_checkpoints
-from fastgrpo.config import build
+from fastgrpo.config import RunConfig, build
+from fastgrpo.errors import UserError
 from fastgrpo.reward.reward_model import ModelReward
 from fastgrpo.stopping import Stopped
 
@@ -100,27 +102,85 @@ def test_a_mixture_in_a_step_and_a_validation(trainer: Trainer, monkeypatch: pyt
     assert awake == [False] * 3
 
 
+def scored_by(path: Path, model: Path, folder: Path, **trainer: Any) -> RunConfig:
+    return build(
+        {
+            "model": {"path": str(model)},
+            "data": {"train_batch_size": 2, "max_prompt_length": 64, "max_response_length": 8, "reference_key": None},
+            "reward": {
+                "functions": {"mine": {"kind": "custom", "path": str(path)}},
+                "num_workers": 1,
+                "max_unscored_steps": 2,
+                "timeout_s": 0.3,
+            },
+            "rollout": {"name": "hf", "n": 3},
+            "trainer": {"device": "cpu", "total_epochs": 6, "run_dir": str(folder), "logger": [], **trainer},
+            "actor": {"use_kl_loss": False, "optim": {"lr": 1e-3}},
+        }
+    )
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_an_outage_of_the_reward_ends_the_run_saved(tiny_model: Path, tmp_path: Path) -> None:
     """Scores for one step, then none: two steps are counted and make no update, and the state after them is kept."""
     (tmp_path / "mine.py").write_text("def compute_score(response, step):\n    return len(response) / (step < 1)\n")
-    document = {
-        "model": {"path": str(tiny_model)},
-        "data": {"train_batch_size": 2, "max_prompt_length": 64, "max_response_length": 8, "reference_key": None},
-        "reward": {
-            "functions": {"mine": {"kind": "custom", "path": str(tmp_path / "mine.py")}},
-            "num_workers": 1,
-            "max_unscored_steps": 2,
-        },
-        "rollout": {"name": "hf", "n": 3},
-        "trainer": {"device": "cpu", "total_epochs": 6, "run_dir": str(tmp_path / "runs"), "logger": []},
-        "actor": {"use_kl_loss": False, "optim": {"lr": 1e-3}},
-    }
+    config = scored_by(tmp_path / "mine.py", tiny_model, tmp_path / "runs")
     with one_process(), pytest.raises(Stopped, match="2 steps in a row without a scored sample") as stopped:
-        Trainer(build(document), prompts=PROMPTS).run()
+        Trainer(config, prompts=PROMPTS).run()
     assert stopped.value.exit_code == 1
     [folder] = (tmp_path / "runs").iterdir()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder)
     assert [row["actor/updates"] for row in rows] == [1, 0, 0]
     assert [row["reward/error"] for row in rows] == [0, 6, 6] and "reward/mean" not in rows[2]
     [saved] = find_checkpoints(folder / "checkpoints").complete
     assert saved[1].step == 3 and saved[1].parts["actor"]["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("fails", "counted"),
+    [("raise OSError('down')", "error"), pytest.param("time.sleep(9)", "timeout", marks=pytest.mark.slow)],
+)
+def test_an_outage_at_a_resumed_start_is_one_too(fails: str, counted: str, tiny_model: Path, tmp_path: Path) -> None:
+    """The judge is down from the first batch of a start on: a mistake of the user's in a new run, or with another
+    function, and in a validation alone; waited for and saved in a run that has a checkpoint."""
+    code, down = tmp_path / "mine.py", tmp_path / "down"
+    text = f"import os, time\ndef compute_score(response):\n    if os.path.exists({str(down)!r}):\n        {fails}\n"
+    code.write_text(f"{text}    return len(response) / 8\n")
+    config = scored_by(code, tiny_model, tmp_path / "runs", save_freq=1, max_steps=1)
+    more = replace(config, trainer=replace(config.trainer, max_steps=5))
+
+    def run(configured: RunConfig) -> None:
+        made = Trainer(configured, prompts=PROMPTS)
+        try:
+            made.run()
+        finally:
+            made.stages.rewards.close()
+
+    def refused(configured: RunConfig) -> None:
+        with one_process(), pytest.raises(UserError, match=r"failed on all \d samples|answered none of the first"):
+            run(configured)
+
+    down.touch()
+    refused(replace(config, trainer=replace(config.trainer, resume="never", run_dir=str(tmp_path / "others"))))
+    down.unlink()
+    with one_process():
+        run(config)
+    [folder] = (tmp_path / "runs").iterdir()
+    down.touch()
+    validated = replace(more.data, val_files=["arithmetic"], val_max_samples=5)
+    refused(replace(more, trainer=replace(more.trainer, val_only=True), data=validated))
+    with one_process(), pytest.raises(Stopped, match="2 steps in a row without a scored sample") as stopped:
+        run(more)
+    assert stopped.value.exit_code == 1
+    assert [row[f"reward/{counted}"] for row in read_rows(folder)[1:]] == [6, 6]
+    assert [row["actor/updates"] for row in read_rows(folder)] == [1, 0, 0]
+    code.write_text(code.read_text() + "# another one\n")
+    changed = replace(more, trainer=replace(more.trainer, resume_allow=["reward.functions.mine.path"]))
+    refused(changed)
+    down.unlink()
+    with one_process():
+        run(changed)
+    assert [row["actor/updates"] for row in read_rows(folder)] == [1, 0, 0, 1, 1]
