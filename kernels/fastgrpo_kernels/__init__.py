@@ -1,10 +1,10 @@
 """Logprob, entropy and GRPO loss straight from hidden states and the weight of the output layer.
 
-No [rows, vocabulary] tensor is ever made, forward or backward, at any number of rows. Depends on torch alone, and where
-there is a GPU on triton.
+Of a [rows, vocabulary] tensor no more than a chunk of rows ever exists, forward or backward. Depends on torch alone,
+and where there is a GPU on triton.
 
     linear_logprob      logprob and entropy of each row, differentiable: any loss can follow (its backward recomputes)
-    linear_grpo_loss    the whole clipped GRPO loss, with both gradients made in the forward (no recomputation)
+    linear_grpo_loss    the whole clipped GRPO loss, with both gradients made in the forward
     grpo_token_terms    the loss of single tokens and its derivative: the maths of the former, without the logits
 """
 

@@ -11,7 +11,9 @@ and for a loss with derivatives g by the logprob and h by the entropy
     dL/dl_v = g (1[v = y] - p_v) - h p_v (l_v - sum(p l))
 
 With m = max(l) and s = sum(exp(l - m)) everything is taken from l - m <= 0: the entropy is ln s - sum(p (l - m)), two
-terms of one sign, where lse - sum(p l) would cancel; so logprob <= 0 and entropy >= 0 hold exactly.
+terms of one sign, where lse - sum(p l) would cancel; so logprob <= 0 and entropy >= 0 hold exactly. The target is kept
+out of the sum: where it is the largest, s = 1 + rest, and ln(1 + rest) and 1 - p_y = rest / s keep the digits of a rest
+that is small.
 
 Shape suffixes: N rows, C rows of one chunk, H hidden, V vocabulary.
 """
@@ -49,6 +51,7 @@ class SoftmaxRows(NamedTuple):
     entropy_C: Tensor
     exp_CV: Tensor  # exp(l - max)
     sum_C1: Tensor  # of exp_CV
+    rest_C1: Tensor  # of exp_CV without the target's
     mean_C1: Tensor  # sum(p (l - max))
     shifted_CV: Tensor | None  # l - max; only the entropy's gradient wants it
     slope: Tensor  # dl/dz, [C, 1]; with softcap [C, V]
@@ -115,15 +118,19 @@ def softmax_rows(
     target_shift_C = torch.where(target_C == index_C1.squeeze(1), target_shift_C, torch.nan)
     shifted_CV = logits_CV.sub_(max_C1).clamp_(min=_SHIFT_FLOOR)
     exp_CV = shifted_CV.exp()
-    sum_C1 = exp_CV.sum(1, keepdim=True)
+    exp_target_C1 = exp_CV.gather(1, index_C1)
+    rest_C1 = exp_CV.scatter_(1, index_C1, 0.0).sum(1, keepdim=True)
+    exp_CV.scatter_(1, index_C1, exp_target_C1)
+    sum_C1 = rest_C1 + exp_target_C1
     weighted_CV = shifted_CV * exp_CV if for_entropy_gradient else shifted_CV.mul_(exp_CV)
     mean_C1 = weighted_CV.sum(1, keepdim=True) / sum_C1
-    log_sum_C = sum_C1.log().squeeze(1)
+    log_sum_C = torch.where(exp_target_C1 == 1.0, rest_C1.log1p(), sum_C1.log()).squeeze(1)
     return SoftmaxRows(
         logprob_C=target_shift_C - log_sum_C,
         entropy_C=log_sum_C - mean_C1.squeeze(1),
         exp_CV=exp_CV,
         sum_C1=sum_C1,
+        rest_C1=rest_C1,
         mean_C1=mean_C1,
         shifted_CV=shifted_CV if for_entropy_gradient else None,
         slope=slope,
@@ -134,16 +141,16 @@ def softmax_rows(
 def logits_gradient(rows: SoftmaxRows, dlogprob_C: Tensor, dentropy_C: Tensor | None) -> Tensor:
     """dL/dz [C, V] of raw logits, from the loss's derivatives by logprob and entropy, in the buffers of `rows`."""
     dlogprob_C1 = dlogprob_C.unsqueeze(1)
+    at_target_C1 = dlogprob_C1 * (rows.rest_C1 / rows.sum_C1)
     grad_CV = rows.exp_CV
     if dentropy_C is None:
         grad_CV.mul_(-dlogprob_C1 / rows.sum_C1)
     else:
         assert rows.shifted_CV is not None, "made without for_entropy_gradient"
-        factor_CV = rows.shifted_CV.sub_(rows.mean_C1).mul_(dentropy_C.unsqueeze(1)).add_(dlogprob_C1)
-        grad_CV.mul_(factor_CV.div_(-rows.sum_C1))
-    # not scatter_add_, whose atomics on CUDA have no order
-    grad_CV.scatter_(1, rows.index_C1, grad_CV.gather(1, rows.index_C1) + dlogprob_C1)
-    return grad_CV.mul_(rows.slope)
+        factor_CV = rows.shifted_CV.sub_(rows.mean_C1).mul_(dentropy_C.unsqueeze(1))
+        at_target_C1 -= (grad_CV.gather(1, rows.index_C1) / rows.sum_C1) * factor_CV.gather(1, rows.index_C1)
+        grad_CV.mul_(factor_CV.add_(dlogprob_C1).div_(-rows.sum_C1))
+    return grad_CV.scatter_(1, rows.index_C1, at_target_C1).mul_(rows.slope)
 
 
 class HeadGradients:

@@ -1,8 +1,8 @@
 """The walk of both ops over the rows on a GPU: chunks, buffers, products, kernels.
 
 Two forms of the same sums (_row_stats.py), chosen by the operands, so that a pass without gradients and the training
-pass agree bit for bit (but for an entropy bonus, whose gradient the epilogue cannot make: the caller then takes `rows`
-for both):
+pass agree bit for bit (an entropy bonus, whose gradient the epilogue cannot make, takes `rows`: whoever scores for such
+a pass must ask for `rows` as well):
 
     epilogue   logits live in registers only (_exp_gemm.py): bf16 operands on GPUs with TMA (compute capability 9)
     rows       logits of SUB_ROWS rows at a time are stored in fp32 by cuBLAS and read once (_exp_rows.py): elsewhere

@@ -9,8 +9,9 @@ are, so the gradient of the logits is made on the spot,
 
     dL/dl_v = g (1[v = y] - p_v) - h p_v (l_v - sum(p l)),    h = -weight * entropy_coef,
 
-and so are those of hidden and weight: 6 NHV operations, nothing recomputed, nothing of size [N, V]. A loss that needs
-more than its own row (a ratio of whole sequences, say) goes through linear_logprob.
+and so are those of hidden and weight: 6 NHV operations (8 in Triton with an entropy bonus, whose gradient takes the
+logits a second time), nothing of size [N, V]. A loss that needs more than its own row (a ratio of whole sequences, say)
+goes through linear_logprob.
 Shape suffixes: N rows, C rows of a chunk, H hidden, V vocabulary.
 """
 
@@ -38,14 +39,15 @@ from fastgrpo_kernels.grpo_terms import GrpoRows, GrpoSettings, check_settings, 
 
 
 class GrpoLoss(NamedTuple):
-    """What linear_grpo_loss returns; everything but `loss` is detached. Rows of weight 0: see there."""
+    """What linear_grpo_loss returns, fp32 (fp64 for fp64 operands); everything but `loss` is detached. Rows of weight
+    0: see there."""
 
-    loss: Tensor  # scalar fp32, summed over the rows
-    logprobs_N: Tensor  # fp32, of the targets
-    entropy_N: Tensor  # fp32, nats
-    kl_N: Tensor  # fp32, the estimate without its coefficient; 0 without reference
-    ratio_N: Tensor  # fp32, before clipping; 1 without old_logprobs
-    importance_N: Tensor  # fp32, the weight used; 1 without any
+    loss: Tensor  # scalar, summed over the rows
+    logprobs_N: Tensor  # of the targets
+    entropy_N: Tensor  # nats
+    kl_N: Tensor  # the estimate without its coefficient; 0 without reference
+    ratio_N: Tensor  # before clipping; 1 without old_logprobs
+    importance_N: Tensor  # the weight used; 1 without any
     flags_N: Tensor  # uint8, bits CLIPPED_LOW, CLIPPED_HIGH, CLIPPED_DUAL: clipping removed this row's policy gradient
 
 
@@ -65,15 +67,16 @@ class _LinearGrpoLoss(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, call: _Call
     ) -> tuple[Tensor, ...]:
-        wanted = ctx.needs_input_grad
-        needs = (wanted[0], wanted[1], wanted[2]) if call.differentiable else (False, False, False)
+        hidden, weight, bias = ctx.needs_input_grad[:3]
+        there_is_a_backward = call.differentiable and (hidden or weight or bias)
+        needs = hidden, weight or call.head.weight_grad_VH is not None, bias
         head = Head(operand(weight_VH), bias_V, call.head.logit_scale, call.head.softcap)
-        accumulator = call.head.weight_grad_VH if call.differentiable else None
-        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs, accumulator)
+        gradients = HeadGradients(hidden_NH, weight_VH, bias_V, needs if there_is_a_backward else (False, False, False))
         run = _run_reference if call.head.impl == "reference" else _run_triton
         outputs = run(hidden_NH, head, call, gradients)
         ctx.save_for_backward(*gradients.finish())
         ctx.dtypes = hidden_NH.dtype, weight_VH.dtype, None if bias_V is None else bias_V.dtype
+        ctx.weight_grad_VH = call.head.weight_grad_VH
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
@@ -83,8 +86,13 @@ class _LinearGrpoLoss(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return None, None, None, None
+        hidden_grad_NH, weight_grad_VH, bias_grad_V = ctx.saved_tensors
+        if ctx.weight_grad_VH is not None and weight_grad_VH is not None:
+            # here and not in the forward, which activation checkpointing runs twice, and others for its value alone
+            ctx.weight_grad_VH.addcmul_(weight_grad_VH, dloss)
+            weight_grad_VH = None
         # not in place: a second backward over a retained graph must find them as they were
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        pairs = zip((hidden_grad_NH, weight_grad_VH, bias_grad_V), ctx.dtypes, strict=True)
         return *(None if x is None else scaled(x, dloss, dtype) for x, dtype in pairs), None
 
 
@@ -211,7 +219,8 @@ def linear_grpo_loss(
     """The GRPO loss, summed over rows, with the gradients of hidden, weight and bias made in the forward.
 
     hidden_NH, weight_VH, target_N, temperature, bias_V, logit_scale, softcap, chunk_bytes, impl: as in linear_logprob
-        (with an entropy bonus the Triton form is always `rows`). The rest are constants, to which no gradient flows;
+        (with an entropy bonus the Triton form is always `rows`: take it for the old pass too, so that the ratio to it
+        is 1). The rest are constants, to which no gradient flows;
         those called ..._N are floating tensors [N], a value for each row:
     weights_N: factor of each row's loss; every normaliser is in here.
     advantages_N.
@@ -227,18 +236,17 @@ def linear_grpo_loss(
     entropy_coef: weight of the entropy bonus, with gradient.
     policy_loss: vanilla (clipped, the above); cispo: the ratio, held to [1 - low, 1 + high] and detached, weighs the
         logprob; sapo: a sigmoid gate of temperature tau_pos (advantages above 0) or tau_neg in place of the clip.
-    weight_grad_VH [V, H] fp32: an accumulator that the weight's gradient is added to at once, in the forward, as for a
-        loss whose own gradient is 1 (scale weights_N, not the loss); autograd then returns none for the weight. Not
-        under no_grad. For use without FSDP.
+    weight_grad_VH: as in linear_logprob; the sum of this call's rows is held beside it until the backward.
 
-    Log-ratios in exponents are clamped to [-20, 20], with gradient 0 outside: loss and gradients are finite for finite
-    logits and advantages, whatever the logprobs given. (kl, mse and abs have no exponent and are not clamped.)
+    Log-ratios, those of every kl estimate too, are clamped to [-20, 20], with gradient 0 outside: loss and gradients
+    are finite for finite logits, weights and advantages, also where a logprob given is infinite. NaN in one makes them
+    NaN.
     A row of weight 0 adds exactly nothing, whatever its target, advantage and given logprobs hold, NaN too; its ratio
     is 1, its kl 0, its flags 0. Gather such rows out beforehand where you can: here they cost as much as any other.
 
     Returns GrpoLoss. From forward to backward the gradients are kept, of hidden in its dtype, of weight in fp32; the
-    backward scales and casts them. Under no_grad none are made. With N = 0 the loss is 0 and
-    the gradients are zeros. Raises ValueError for shapes, dtypes, devices and settings that do not fit, and for
+    backward scales and casts them into new tensors. Under no_grad none are made. With N = 0 the loss is 0 and the
+    gradients are zeros. Raises ValueError for shapes, dtypes, devices and settings that do not fit, and for
     DTensors; its backward RuntimeError under create_graph=True: there are no second derivatives.
     """
     head = check_head(

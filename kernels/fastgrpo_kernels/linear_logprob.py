@@ -4,8 +4,9 @@
     logprob = l_y - lse(l);  entropy = lse(l) - sum(p l)
 
 Forward and backward each go over chunks of rows and make the logits anew: 2 NHV operations without gradient, 8 NHV
-with. Any loss may follow, also one that sums over sequences before it is nonlinear. A loss of single tokens is cheaper
-through linear_grpo_loss (6 NHV). Shape suffixes: N rows, C rows of a chunk, H hidden, V vocabulary.
+with (10 in Triton where the loss has a derivative by the entropy: the backward then makes them twice). Any loss may
+follow, also one that sums over sequences before it is nonlinear. A loss of single tokens is cheaper through
+linear_grpo_loss (6 NHV). Shape suffixes: N rows, C rows of a chunk, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -164,18 +165,21 @@ def linear_logprob(
     bias_V [V]; logit_scale and softcap (0 or None = none): what the model does to its logits, before the temperature.
         Both numbers are constants: multiply hidden and bias by a scale that is learned.
     chunk_bytes: what the working buffers of a call may take, by default 2600 MiB on CUDA and 256 MiB elsewhere; besides
-        them there are the gradients, and the weight's in fp32. A chunk has at least 256 rows. (The reference form takes
-        it as the size of one fp32 buffer of logits, of which two to four live at once, and goes down to 1 row.)
-    weight_grad_VH [V, H] fp32: an accumulator that the backward adds the weight's gradient to; autograd then returns
-        none for the weight. For use without FSDP.
+        them there are the gradients, and the weight's in fp32. A chunk of `epilogue` has at least 256 rows whatever
+        the budget, of the other forms 1. (The reference takes it as the size of one fp32 buffer of logits, of which two
+        to four live at once, and on a CPU has an fp32 copy of a bfloat16 weight besides.)
+    weight_grad_VH [V, H] fp32 (fp64 for fp64): an accumulator that each backward adds the weight's gradient to, whether
+        or not the weight requires one; autograd then returns none for the weight. For use without FSDP.
     impl: `auto` (Triton on CUDA; elsewhere, and for float64, the reference), `reference` (chunks in plain torch), or
         one of the Triton forms: `epilogue` (the softmax inside of the product; what `auto` takes for bfloat16 on
         compute capability 9; needs rows that start at multiples of 16 bytes, or it is `rows`) and `rows` (cuBLAS and a
         kernel over stored logits).
 
-    Returns (logprob_N, entropy_N), fp32. Gradients flow to hidden, weight and bias through both, where required; the
-    backward makes the logits again, and under no_grad nothing is kept. The results depend on chunk_bytes and N only by
-    rounding; equal calls give equal bits, and the logprobs are those of linear_grpo_loss on the same rows and budget.
+    Returns (logprob_N, entropy_N), fp32 (fp64 for fp64). Gradients flow to hidden, weight and bias through both, where
+    required; the backward makes the logits again, and under no_grad nothing is kept. The results depend on chunk_bytes
+    and N only by rounding; equal calls give equal bits, and the logprobs are those of linear_grpo_loss on the same rows
+    with the same budget and form (for one with an entropy bonus, whose form is `rows` where it would be `epilogue`,
+    pass that).
     Raises ValueError for shapes, dtypes, devices and numbers that do not fit, and for DTensors; its backward
     RuntimeError under create_graph=True: there are no second derivatives.
     """

@@ -100,12 +100,14 @@ def test_each_option(form, options, without):
         logprob_tests.test_target_outside_the_vocabulary_is_nan_and_leaves_others_alone,
         logprob_tests.test_no_rows_give_zero_gradients,  # B12
         logprob_tests.test_a_temperature_that_is_not_positive_is_seen,
+        logprob_tests.test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one,
         logprob_tests.test_autocast_does_not_reach_inside,
         grpo_tests.test_without_reference_and_with_given_importance,
         grpo_tests.test_clipping_acts_and_is_counted_where_it_acts,  # B04
         grpo_tests.test_temperature_and_its_gradient,
         grpo_tests.test_an_empty_micro_batch_changes_nothing,  # B12
         grpo_tests.test_backward_scales_and_may_run_twice,
+        grpo_tests.test_an_accumulator_gets_the_gradient_of_the_weight_with_each_backward,
         grpo_tests.test_constants_get_no_gradient,
     ],
     ids=lambda test: test.__name__,
@@ -150,7 +152,7 @@ def test_what_is_not_a_number_is_seen(form, entropy_coef):
 
 
 def test_several_chunks(form, monkeypatch):
-    """Chunks and sub-chunks of 8 rows: the accumulator is written first and added to then, and stays the caller's."""
+    """Chunks and sub-chunks of 8 rows: the sum of dW is written first and added to then."""
     monkeypatch.setattr(_sweep, "_ROW_MULTIPLE", 8)
     hidden, weight, target, bias, temperature = grpo_tests.problem(37, 97, 24)
     rows = grpo_tests.row_inputs(37, torch.full((37,), -2.0))
@@ -162,7 +164,10 @@ def test_several_chunks(form, monkeypatch):
             options = {"kl_coef": 0.1, "entropy_coef": entropy_coef, "chunk_bytes": chunk_bytes, "impl": impl, **rows}
             out = linear_grpo_loss(*inputs[:2], target, temperature, bias_V=inputs[2], **options)
             out.loss.backward()
-            linear_grpo_loss(hidden, weight, target, temperature, bias_V=bias, weight_grad_VH=accumulator, **options)
+            again = linear_grpo_loss(
+                *inputs[:2], target, temperature, bias_V=bias, weight_grad_VH=accumulator, **options
+            )
+            torch.autograd.grad(again.loss, inputs[0])
             results.append((out.logprobs_N, inputs[0].grad, inputs[1].grad, inputs[2].grad, accumulator - 1))
         for result in results[:2]:
             for got, want in zip(result, results[2], strict=True):
@@ -219,17 +224,13 @@ def test_tokens_masked_by_the_bias(form):
     assert linear_logprob(hidden, weight, target + 100, bias_V=bias, impl=form)[0].max() == -INF
 
 
-def test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one(form):
-    """logprob = -ln(1 + 16 e^-d): a loss that takes 1 - p from p would have no digit left at d = 20."""
-    for d in (5.0, 12.0, 20.0):
-        hidden, weight = torch.full((1, 8), d / 8).requires_grad_(), torch.zeros(17, 8)
-        weight[3] = 1
-        logprob, entropy = linear_logprob(hidden, weight, torch.tensor([3]), impl=form)
-        others = 16 * math.exp(-d)
-        assert logprob.item() == pytest.approx(-math.log1p(others), rel=2e-6)
-        assert entropy.item() == pytest.approx(math.log1p(others) + d * others / (1 + others), rel=2e-5)
-        logprob.sum().backward()
-        assert hidden.grad[0].tolist() == pytest.approx([others / (1 + others)] * 8, rel=2e-6)
+def test_the_ratio_to_an_old_pass_by_rows_is_one_with_an_entropy_bonus(form):
+    hidden, weight, target, _, temperature = grpo_tests.problem(37, 97, 24)
+    old, _ = linear_logprob(hidden, weight, target, temperature, impl="rows")
+    rows = {"weights_N": torch.ones(37), "advantages_N": torch.ones(37), "old_logprobs_N": old}
+    inputs = grpo_tests.leaves(hidden, weight)
+    out = linear_grpo_loss(*inputs, target, temperature, entropy_coef=0.1, impl=form, **rows)
+    assert (out.ratio_N == 1).all() and torch.equal(out.logprobs_N, old)
 
 
 @pytest.mark.parametrize("kl_type", KL_TYPES)
@@ -276,7 +277,7 @@ def test_refined_rows_keep_every_promise(form, refined, test):
 def test_refined_rows_far_and_masked(form, refined, monkeypatch):
     test_a_tile_far_above_the_target(form)
     test_tokens_masked_by_the_bias(form)
-    test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one(form)
+    logprob_tests.test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one()
     test_several_chunks(form, monkeypatch)
 
 

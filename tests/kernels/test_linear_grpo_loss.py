@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from fastgrpo_kernels import (
     CLIPPED_DUAL,
@@ -405,6 +406,14 @@ def test_exponents_are_clamped_without_gradient_beyond():
     assert with_kl.dlogprob_N.tolist() == [0, 0]
 
 
+def test_every_kl_estimate_is_clamped_without_gradient_beyond():
+    """A gap of 50 counts as 20: k1 20, k2 200, abs 20."""
+    rows = GrpoRows(torch.ones(1), torch.zeros(1), None, torch.tensor([-51.0]))
+    for kind, value in (("kl", 20.0), ("mse", 200.0), ("abs", 20.0)):
+        terms = grpo_token_terms(torch.tensor([-1.0]), rows, GrpoSettings(kl_coef=1.0, kl_type=kind))
+        assert terms.kl_N.item() == terms.loss_N.item() == value and terms.dlogprob_N.item() == 0
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("clip_c", [3.0, INF])
 @pytest.mark.parametrize("other", [-1e30, -INF, INF, -200.0, 0.0])
@@ -653,18 +662,44 @@ def test_autocast_does_not_reach_inside():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain, cast, strict=True))
 
 
-def test_an_accumulator_gets_the_gradient_of_the_weight_but_not_under_no_grad():
+def check_accumulator(loss_of, hidden, weight):
+    """loss_of(hidden, weight, accumulator or None): the accumulator gets what weight.grad would, when it would."""
+    plain, given = leaves(hidden, weight), leaves(hidden, weight)
+    loss_of(*plain, None).backward()
+    gradient = plain[1].grad
+    total = torch.ones_like(weight)
+    with torch.no_grad():
+        loss_of(*given, total)
+    loss = 3.0 * loss_of(*given, total)
+    assert (total == 1).all()  # a forward adds nothing
+    loss.backward(retain_graph=True)
+    torch.testing.assert_close(total - 1, 3 * gradient, rtol=1e-4, atol=1e-5)
+    assert given[1].grad is None and torch.allclose(given[0].grad, 3 * plain[0].grad)
+    loss.backward()
+    torch.testing.assert_close(total - 1, 6 * gradient, rtol=1e-4, atol=1e-5)
+    for reentrant in (False, True):
+        total.zero_()
+        checkpoint(loss_of, *given, total, use_reentrant=reentrant).backward()
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-6)
+    total.zero_()
+    loss_of(given[0], weight, total).backward()  # a weight that requires none: a copy of the parameter, say
+    torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-6)
+    total.zero_()
+    assert not loss_of(hidden, weight, total).requires_grad and not total.any()
+
+
+def test_an_accumulator_gets_the_gradient_of_the_weight_with_each_backward():
     hidden, weight, target, _, temperature = problem(10, 17, 8)
     rows = row_inputs(10, torch.full((10,), -2.0))
-    (leaf,) = leaves(weight)
-    linear_grpo_loss(hidden, leaf, target, temperature, **rows).loss.backward()
-    total = torch.ones_like(weight)
-    linear_grpo_loss(hidden, weight, target, temperature, weight_grad_VH=total, **rows)
-    torch.testing.assert_close(total - 1, leaf.grad, rtol=1e-4, atol=1e-6)
-    before = total.clone()
-    with torch.no_grad():
-        linear_grpo_loss(hidden, weight, target, temperature, weight_grad_VH=total, **rows)
-    assert torch.equal(total, before)
+
+    def loss_of(hidden, weight, accumulator):
+        return linear_grpo_loss(hidden, weight, target, temperature, weight_grad_VH=accumulator, **rows).loss
+
+    def by_logprobs(hidden, weight, accumulator):
+        return linear_logprob(hidden, weight, target, temperature, weight_grad_VH=accumulator)[0].square().sum()
+
+    check_accumulator(loss_of, hidden, weight)
+    check_accumulator(by_logprobs, hidden, weight)
 
 
 def test_constants_get_no_gradient():

@@ -200,6 +200,20 @@ def test_bounds_hold_for_any_logits(scale):
     assert all(x.isfinite().all() for x in (logprob, entropy, inputs[0].grad, inputs[1].grad))
 
 
+def test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one():
+    """logprob = -ln(1 + 16 e^-d): a loss that takes 1 - p from p would have no digit left at d = 20."""
+    for d in (5.0, 12.0, 20.0):
+        hidden, weight = torch.full((1, 8), d / 8).requires_grad_(), torch.zeros(17, 8)
+        weight[3] = 1
+        logprob, entropy = linear_logprob(hidden, weight, torch.tensor([3]))
+        others = 16 * math.exp(-d)
+        rest = others / (1 + others)  # 1 - p
+        assert logprob.item() == pytest.approx(-math.log1p(others), rel=2e-6, abs=0)
+        assert entropy.item() == pytest.approx(math.log1p(others) + d * rest, rel=2e-5, abs=0)
+        (gradient,) = torch.autograd.grad(logprob.sum(), hidden, retain_graph=True)
+        assert gradient[0].tolist() == pytest.approx([rest] * 8, rel=2e-6, abs=0)
+
+
 def test_tokens_masked_by_the_bias():
     """Logits of -inf take no part, forward or backward."""
     hidden, weight, target, bias = problem(9, 17, 8, torch.float64)

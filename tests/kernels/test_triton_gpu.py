@@ -247,14 +247,24 @@ def test_rows_without_weight_add_nothing(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_accumulator_of_the_caller(form):
+    """With each backward, not with a forward, of both ops; the loss's own gradient counts."""
     hidden, weight, target = problem(700, 512, 32001)
     rows = row_inputs(700, torch.full((700,), -1.0, device="cuda"))
+    hidden.requires_grad_()
     weight.requires_grad_()
-    linear_grpo_loss(hidden, weight, target, impl=form, **rows).loss.backward()
-    total = torch.ones(32001, 512, device="cuda")
-    for _ in range(2):
-        linear_grpo_loss(hidden, weight.detach(), target, weight_grad_VH=total, impl=form, **rows)
-    assert relative(total - 1, 2 * weight.grad.double()) < 4e-3
+
+    def losses(weight: Tensor, **options) -> tuple[Tensor, Tensor]:
+        loss = linear_grpo_loss(hidden, weight, target, impl=form, **rows, **options).loss
+        return loss, linear_logprob(hidden, weight, target, impl=form, **options)[0].sum() / 700
+
+    for at in range(2):
+        (want,) = torch.autograd.grad(losses(weight)[at], weight)
+        total = torch.ones(32001, 512, device="cuda")
+        losses(weight.detach(), weight_grad_VH=total)
+        assert (total == 1).all()
+        for factor in (1.0, 2.0):
+            (factor * losses(weight.detach(), weight_grad_VH=total)[at]).backward()
+        assert relative(total - 1, 3 * want.double()) < 4e-3
 
 
 def test_a_call_waits_for_nothing_and_compiles_once():

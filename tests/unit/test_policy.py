@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo.checkpoint import save_model
+from fastgrpo.config import ActorConfig, HeadImpl
 from fastgrpo.errors import UserError
 from fastgrpo.policy import attention, weights
-from fastgrpo.policy.head import score_head
+from fastgrpo.policy.head import KernelChoice, score_head
 from fastgrpo.policy.liger import use_liger_modules
 from fastgrpo.policy.model import _meta_model, build_policy, restore_buffers
 from fastgrpo.policy.selfcheck import check_packing
@@ -490,3 +491,15 @@ def test_a_damaged_weights_file_is_named(tmp_path, tiny_model):
     (folder / "model.safetensors").write_bytes(whole[:1000])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged .* fetch it again"):
         weights.map_checkpoint(_meta_model(AutoConfig.from_pretrained(folder), torch.float32, False), folder)
+
+
+def test_an_entropy_bonus_takes_all_passes_to_the_form_that_has_its_gradient():
+    """Otherwise the ratio of an update to its old pass would be 1 but for rounding."""
+    reference = HeadImpl["reference"]
+    for actor, device, impl in (
+        (ActorConfig(), "cuda", "auto"),
+        (ActorConfig(entropy_coeff=0.01), "cuda", "rows"),
+        (ActorConfig(entropy_coeff=0.01), "cpu", "auto"),
+        (ActorConfig(entropy_coeff=0.01, head=reference), "cuda", "reference"),
+    ):
+        assert KernelChoice.of(actor, device).impl == impl
