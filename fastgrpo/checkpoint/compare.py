@@ -26,6 +26,16 @@ def made_by(manifest: Manifest, config: RunConfig) -> bool:
     return same_place and not changed_options(manifest.config, config, allowed=())
 
 
+def doubts(manifest: Manifest, identity: Identity | None) -> list[str]:
+    """Of a validation: nothing in it rests on the training prompts, but what makes them makes its own as well."""
+    if identity is None or manifest.identity["data"] == identity.data:
+        return []
+    return [
+        "the training prompts are not those of the run: if tokenizer, chat template, system prompt or suffix are others, "
+        "too, then the score cannot be compared with the run's"
+    ]
+
+
 def same_rewards(manifest: Manifest, config: RunConfig, identity: Identity) -> bool:
     """Whether the functions are those of the start that saved: what they do not score now, they have scored then."""
     changed = changed_options(manifest.config, config, allowed=())
@@ -35,17 +45,20 @@ def same_rewards(manifest: Manifest, config: RunConfig, identity: Identity) -> b
 
 def _other_material(manifest: Manifest, config: RunConfig, identity: Identity, total_steps: int) -> list[str]:
     before, now = manifest.identity, asdict(identity)
+    validates = config.trainer.val_only  # it needs the weights, and its score the same code
     reasons = []
-    if before["data"] != now["data"]:
+    if before["data"] != now["data"] and not validates:
         reasons.append(
             "the training prompts have changed: their tokens, references or order, or the names of data.train_files, "
             f"which seed the samples ({before['prompts']} prompts then, {now['prompts']} now)"
         )
     if before["model"] != now["model"]:
         reasons.append(f"model.path={config.model.path} holds another model than the run began with")
-    if before["reference"] != now["reference"]:
+    if before["reference"] != now["reference"] and not validates:
         reasons.append("the reference policy is another one (ref.path, model.path)")
     reasons += _changed_code(before["reward_code"], now["reward_code"], config.trainer.resume_allow)
+    if validates:
+        return reasons
     if config.actor.optim.lr_scheduler_type != Schedule["constant"] and manifest.total_steps != total_steps:
         reasons.append(
             f"the run had {manifest.total_steps} steps and would have {total_steps}, which moves the learning rate of "

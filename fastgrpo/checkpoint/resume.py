@@ -12,7 +12,8 @@
     trainer.resume=PATH     that run folder's newest complete checkpoint, or that checkpoint; or refused
                               a checkpoint outside a run folder          ->  continued in a new folder
                               this very command has gone on from it      ->  goes on from there
-    trainer.val_only        the same checkpoint, also of a run that is being written, read into a folder of its own
+    trainer.val_only        the same checkpoint, also of a run that is being written, read into a folder of its own;
+                            refused only for what its weights and its score rest on
 
 Rank 0 looks, the others are told. Nothing is changed on disk here but the new folder and the lock; what lies after the
 checkpoint is set aside by whoever writes there (report.py).
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fastgrpo.checkpoint.compare import made_by, objections
+from fastgrpo.checkpoint.compare import doubts, made_by, objections
 from fastgrpo.checkpoint.folders import MANIFEST, Found, Manifest, find_checkpoints, read_manifest, step_of
 from fastgrpo.checkpoint.identity import Identity
 from fastgrpo.checkpoint.runs import CHECKPOINTS, CONFIG, finished_steps, is_held, new_folder, runs_of, take
@@ -125,7 +126,8 @@ def _told(choice: _Choice, folder: Path, asked: _Asked) -> tuple[str, ...]:
         return (*choice.said, f"{what} {folder}") if choice.said or trainer.val_only else ()
     source = choice.checkpoint if choice.folder is None else choice.folder
     if trainer.val_only:
-        return (*choice.said, f"validating {source} after step {manifest.step} in {folder}")
+        what = f"validating {source} after step {manifest.step} in {folder}"
+        return (*choice.said, what, *doubts(manifest, asked.identity))
     place = f", in {folder}" if choice.folder is None else ""
     never = "; trainer.resume=never starts a new run" if trainer.resume == "auto" else ""
     after = f"after step {manifest.step} of {asked.total_steps}, saved by {manifest.world} ranks"

@@ -7,7 +7,8 @@ An option is in one of four kinds:
     FIXED      the place in the data would mean something else, or what is saved would not fit: refused, no exception
     the rest   changes the updates: refused, unless trainer.resume_allow names it
 
-An option that is not listed belongs to the rest, so a new one is compared until somebody says otherwise.
+An option that is not listed belongs to the rest, so a new one is compared until somebody says otherwise. A validation
+alone (trainer.val_only) updates nothing: only SCORE is compared, what its weights and the meaning of its score rest on.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ FIXED = {  # and why
 }
 # of the rest, though an entry above would cover them
 COMPARED = ("data.max_response_length", "model.lora_alpha")
+SCORE = ("model.lora_rank", "model.target_modules", "model.lora_alpha", "data.max_response_length", "reward.functions.")
 
 
 def resume_is_readable(c: RunConfig, layout: Layout) -> Iterator[str]:
@@ -92,6 +94,8 @@ def changed_options(before: Mapping[str, Any], config: RunConfig, *, allowed: Se
     lines = []
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or _kind(key) == "same result" or _allowed(key, excused):
+            continue
+        if config.trainer.val_only and not _matches(key, SCORE):
             continue
         lines.append(f"{key} was {_show(old, key)} and is {_show(new, key)} ({_remedy(key, new)})")
     return lines

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from fastgrpo.checkpoint import Identity, Start, check_resume, find_start
 from fastgrpo.checkpoint.folders import Manifest, best_of, commit, find_checkpoints
-from fastgrpo.config import ActorConfig, OptimConfig, RunConfig, TrainerConfig, to_document
+from fastgrpo.config import ActorConfig, OptimConfig, RewardFunctionConfig, RunConfig, TrainerConfig, to_document
 from fastgrpo.errors import ConfigError
 from fastgrpo.history import go_back
 
@@ -113,6 +113,71 @@ def test_validation_of_a_finished_run_is_by_its_path(tmp_path: Path) -> None:
     found = start(configured(tmp_path, val_only=True))
     assert found.checkpoint is None and f"trainer.resume={run} validates its last checkpoint" in found.said[0]
     assert start(configured(tmp_path, val_only=True, resume=str(run))).step == STEPS
+
+
+def changed(config: RunConfig, path: str, value: Any) -> RunConfig:
+    name, _, rest = path.partition(".")
+    return replace(config, **{name: changed(getattr(config, name), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("actor.optim.lr", 3e-6),
+        ("actor.optim.lr_scheduler_type", "cosine"),
+        ("actor.ppo_mini_batch_size", 64),
+        ("actor.use_kl_loss", False),
+        ("algorithm.adv_estimator", "rloo"),
+        ("rollout.n", 2),
+        ("rollout.temperature", 0.7),
+        ("data.train_batch_size", 4),
+        ("data.shuffle", False),
+        ("trainer.seed", 7),
+    ],
+)
+def test_a_validation_is_not_refused_for_what_only_updates_read(option: str, value: Any, tmp_path: Path) -> None:
+    """Other data, another reference policy and fewer steps than the run has done besides."""
+    for resume in ("auto", str(run_folder(tmp_path, OLD, 20))):
+        training = changed(configured(tmp_path, resume=resume), option, value)
+        with pytest.raises(ConfigError):
+            find_start(training, ALONE, replace(IDENTITY, data="other", reference="r"), 5)
+        validating = changed(training, "trainer.val_only", True)
+        check_resume(validating)
+        found, lock = find_start(validating, ALONE, replace(IDENTITY, data="other", reference="r"), 5)
+        assert found.step == 20 and "the training prompts are not those of the run" in found.said[-1]
+        assert lock is not None
+        lock.release()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "excusable"),
+    [
+        ("model.lora_rank", 8, False),
+        ("model.target_modules", ["q_proj"], False),
+        ("model.lora_alpha", 32, True),
+        ("data.max_response_length", 7, True),
+        ("reward.functions", {"a": RewardFunctionConfig(path="a.py")}, False),
+    ],
+)
+def test_a_validation_is_refused_for_what_its_score_rests_on(
+    option: str, value: Any, excusable: bool, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, resume=str(run_folder(tmp_path, OLD, 20)), val_only=True)
+    assert start(config).step == 20
+    with pytest.raises(ConfigError, match=option):
+        check_resume(changed(config, option, value))
+    if excusable:
+        assert start(changed(changed(config, option, value), "trainer.resume_allow", [option])).step == 20
+
+
+def test_a_validation_is_refused_for_another_model_or_reward_code(tmp_path: Path) -> None:
+    config = configured(tmp_path, resume=str(run_folder(tmp_path, OLD, 20)), val_only=True)
+    for identity, reason in (
+        (replace(IDENTITY, model="n"), "holds another model"),
+        (replace(IDENTITY, reward_code={"a": "1"}), "the code of reward a has changed"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            find_start(config, ALONE, identity, STEPS)
 
 
 def test_a_requeued_command_does_not_begin_at_its_checkpoint_again(tmp_path: Path) -> None:
