@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity
@@ -31,8 +32,8 @@ def doubts(manifest: Manifest, identity: Identity | None) -> list[str]:
     if identity is None or manifest.identity["data"] == identity.data:
         return []
     return [
-        "the training prompts are not those of the run: if tokenizer, chat template, system prompt or suffix are others, "
-        "too, then the score cannot be compared with the run's"
+        "the training prompts are not those of the run: if tokenizer, chat template, system prompt or suffix are "
+        "others, too, then the score cannot be compared with the run's"
     ]
 
 
@@ -51,6 +52,7 @@ def _other_material(manifest: Manifest, config: RunConfig, identity: Identity, t
         reasons.append(
             "the training prompts have changed: their tokens, references or order, or the names of data.train_files, "
             f"which seed the samples ({before['prompts']} prompts then, {now['prompts']} now)"
+            f"{_renamed(manifest, config)}"
         )
     if before["model"] != now["model"]:
         reasons.append(f"model.path={config.model.path} holds another model than the run began with")
@@ -67,6 +69,13 @@ def _other_material(manifest: Manifest, config: RunConfig, identity: Identity, t
     if manifest.step > total_steps:
         reasons.append(f"it has done {manifest.step} steps and {total_steps} are wanted (trainer.max_steps)")
     return reasons
+
+
+def _renamed(manifest: Manifest, config: RunConfig) -> str:
+    before, now = manifest.config.get("data", {}).get("train_files", []), config.data.train_files
+    if [Path(str(entry)).name for entry in before] == [Path(entry).name for entry in now]:
+        return ""
+    return f"; data.train_files was {before} and is {now}: if only names have changed, a link of the old name will do"
 
 
 def _changed_code(before: Mapping[str, str], now: Mapping[str, str], allowed: list[str]) -> list[str]:

@@ -13,7 +13,17 @@ from filelock import FileLock
 
 from fastgrpo.checkpoint import Identity, Start, check_resume, find_start
 from fastgrpo.checkpoint.folders import Manifest, best_of, commit, find_checkpoints
-from fastgrpo.config import ActorConfig, OptimConfig, RewardFunctionConfig, RunConfig, TrainerConfig, to_document
+from fastgrpo.config import (
+    ActorConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RewardFunctionConfig,
+    RunConfig,
+    TrainerConfig,
+    to_document,
+)
+from fastgrpo.data.prompts import load_prompts, load_tokenizer
 from fastgrpo.errors import ConfigError
 from fastgrpo.history import go_back
 
@@ -243,3 +253,32 @@ def test_a_finished_run_that_goes_on_keeps_its_model_until_the_next(tmp_path: Pa
     (run / "model").mkdir()
     go_back(run, 30)
     assert (run / "model").is_dir() and not (run / "finished").exists() and not list(run.glob("aside-*"))
+
+
+def test_a_renamed_data_file_is_resumed_through_a_link(tiny_model: Path, tmp_path: Path) -> None:
+    """The seeds of the samples follow from the name; the refusal says what to do, and it does."""
+    tokenizer = load_tokenizer(ModelConfig(path=str(tiny_model)), tiny_model)
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"prompt": "3 + 4", "reference": "7"}\n')
+
+    def prompts_of(path: Path) -> str:
+        data = DataConfig(train_files=[str(path)])
+        return load_prompts(data, tokenizer, split="train", seed=0).fingerprint
+
+    def resumed(path: Path) -> Start:
+        config = changed(configured(tmp_path), "data.train_files", [str(path)])
+        return find_start(config, ALONE, replace(IDENTITY, data=prompts_of(path)), STEPS)[0]
+
+    run = run_folder(tmp_path, OLD)
+    named = changed(configured(tmp_path), "data.train_files", [str(file)])
+    part = run / "checkpoints" / "step_000010.part"
+    part.mkdir(parents=True)
+    identity = asdict(replace(IDENTITY, data=prompts_of(file)))
+    commit(part, Manifest(10, STEPS, 2, to_document(named), identity, {}, None, {}))
+    other = file.rename(tmp_path / "additions.jsonl")
+    with pytest.raises(ConfigError, match=r"/sums\.jsonl'\] and is .*: if only .* a link of the old name will do"):
+        resumed(other)
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "sums.jsonl"
+    link.symlink_to(other)
+    assert resumed(link).step == 10
