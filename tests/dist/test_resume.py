@@ -272,7 +272,7 @@ def test_validation_leaves_a_live_run_as_it_is(
     shutil.rmtree(folder / "checkpoints" / "step_000004")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     options: dict[str, Any] = {"trainer__resume": str(folder / "checkpoints" / "step_000002"), "trainer__val_only": True}
-    options |= {"actor__optim__lr": 1e-4, "rollout__n": 3, "trainer__max_steps": 1}  # which only updates read
+    options |= {"actor__optim__lr": 1e-4, "rollout__n": 3, "trainer__max_steps": 3}  # which only updates read
     with FileLock(folder / ".lock"):
         runs.start(2, document(tmp_path, tiny_model, **VALIDATED, **options)).finish()
     assert before == {path: path.read_bytes() for path in before} and not list(folder.glob("aside-*"))
