@@ -36,11 +36,24 @@ class Launch:
 
 def plan(config: RunConfig, environ: Mapping[str, str]) -> Launch:
     """The ranks that this job has, or will have after `relaunch`."""
-    world = int(environ.get("WORLD_SIZE", "1"))
+    world, ranks_per_node = started(environ)
     wanted = config.trainer.n_gpus_per_node
     if world == 1 and wanted > 1 and GUARD not in environ:
         return Launch(wanted, wanted, relaunch=True)
-    return Launch(world, int(environ.get("LOCAL_WORLD_SIZE", str(world))), relaunch=False)
+    return Launch(world, ranks_per_node, relaunch=False)
+
+
+def started(environ: Mapping[str, str]) -> tuple[int, int]:
+    """(ranks of the job, ranks of this node), as torchrun says them; one of each without it."""
+    world = _count(environ, "WORLD_SIZE", 1)
+    return world, _count(environ, "LOCAL_WORLD_SIZE", world)
+
+
+def _count(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name}={text} in the environment is no number of ranks; unset it, or start by torchrun")
+    return int(text)
 
 
 def relaunch(processes: int, argv: Sequence[str], shutdown_timeout_s: int) -> NoReturn:

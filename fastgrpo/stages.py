@@ -39,7 +39,7 @@ from fastgrpo.data.order import PromptOrder
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
 from fastgrpo.gpu import settle_memory
-from fastgrpo.launch import count_gpus, resolve_device
+from fastgrpo.launch import count_gpus, resolve_device, started
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
@@ -96,11 +96,11 @@ def build_stages(
     engine: RolloutEngine | None = None,
 ) -> Stages:
     """Raises UserError (ConfigError) for every mistake that shows before training. `engine`: see Trainer."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world, ranks_per_node = started(os.environ)
     layout = check(
         config,
         world,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        ranks_per_node=ranks_per_node,
         needs_data=prompts is None,
         needs_reward=reward is None,
     )

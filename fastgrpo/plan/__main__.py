@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastgrpo import console, hub, launch
@@ -23,12 +24,21 @@ from fastgrpo.plan.sizes import ModelSizes, read_sizes
 from fastgrpo.plan.table import decision_lines, explain, gib, markdown_head, markdown_row, memory_lines
 
 MISUSE = 2
-USAGE = """usage: python -m fastgrpo.plan [--shapes FOLDER] [--markdown] +exp=NAME [key=value ...]
+USAGE = """usage: python -m fastgrpo.plan [--shapes FOLDER] [--nnodes N] [--markdown] +exp=NAME [key=value ...]
 
 trainer.gpu_memory_gib=80   the GPUs to plan for; without it, every usual card is tried
 --shapes FOLDER             look for the model's config.json in FOLDER/MODEL first (model.path=owner/MODEL), for hosts
                             without the hub; model.path may also be a folder that holds config.json alone
+--nnodes N                  N nodes of trainer.n_gpus_per_node GPUs each
 --markdown                  a table, with a row for each +exp=NAME"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """What the command's own flags say."""
+
+    shapes: Path | None  # folder of models' config.json
+    nodes: int | None  # None: the ranks of this process's job, or of the one that it would start
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,12 +53,12 @@ def run(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         console.say(f"{USAGE}\n\n{list_experiments()}")
         return 0
-    shapes = _take_value(argv, "--shapes")
+    where = _Where(_take_folder(argv, "--shapes"), _take_count(argv, "--nnodes"))
     if "--markdown" in argv:
         argv.remove("--markdown")
-        return _table(argv, shapes)
+        return _table(argv, where)
     config = read_config(argv)
-    sizes, layout = _read(config, shapes)
+    sizes, layout = _read(config, where)
     console.say("\n".join(layout.table()))
     if config.trainer.gpu_memory_gib is not None:
         return _show(config, sizes, layout, int(config.trainer.gpu_memory_gib * GIB))
@@ -69,31 +79,38 @@ def _show(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -> in
     return 1
 
 
-def _table(argv: Sequence[str], shapes: Path | None) -> int:
+def _table(argv: Sequence[str], where: _Where) -> int:
     experiments = [argument for argument in argv if argument.startswith("+exp=")]
+    if not experiments:
+        raise UserError("--markdown makes a row for each experiment and was given none: add +exp=NAME")
     rest = [argument for argument in argv if not argument.startswith("+exp=")]
     rows, plans = [], list[Plan]()
     for experiment in experiments:
         config = read_config([experiment, *rest])
         if config.trainer.gpu_memory_gib is None:
             raise UserError("--markdown needs one size of GPU: add trainer.gpu_memory_gib=80, or another number of GiB")
-        sizes, layout = _read(config, shapes)
+        sizes, layout = _read(config, where)
         settled, plan = settle(config, sizes, layout, int(config.trainer.gpu_memory_gib * GIB))
         plans.append(plan)
         rows.append(markdown_row(experiment.removeprefix("+exp="), config, settled, plan))
     console.say("\n".join([*markdown_head(), *rows]))
-    return 0 if plans and all(plan.fits for plan in plans) else 1
+    return 0 if all(plan.fits for plan in plans) else 1
 
 
-def _read(config: RunConfig, shapes: Path | None) -> tuple[Sizes, Layout]:
+def _read(config: RunConfig, where: _Where) -> tuple[Sizes, Layout]:
     """Sizes of the models, and the ranks that the run would have; every rule is checked."""
-    start = launch.plan(config, os.environ)
-    layout = check(config, start.world, ranks_per_node=start.ranks_per_node)
+    if where.nodes is None:
+        start = launch.plan(config, os.environ)
+        world, ranks_per_node = start.world, start.ranks_per_node
+    else:
+        ranks_per_node = config.trainer.n_gpus_per_node
+        world = where.nodes * ranks_per_node
+    layout = check(config, world, ranks_per_node=ranks_per_node)
     trust = config.model.trust_remote_code
-    model = _model(config.model.path, "model.path", shapes, trust)
+    model = _model(config.model.path, "model.path", where.shapes, trust)
     reference: ModelSizes | None = None
     if loads_reference(config):
-        reference = _model(config.ref.path, "ref.path", shapes, trust) if config.ref.path else model
+        reference = _model(config.ref.path, "ref.path", where.shapes, trust) if config.ref.path else model
     check_model(
         config,
         layout,
@@ -113,18 +130,30 @@ def _model(path: str, option: str, shapes: Path | None, trust_remote_code: bool)
     return read_sizes(folder, trust_remote_code=trust_remote_code)
 
 
-def _take_value(argv: list[str], flag: str) -> Path | None:
+def _take_folder(argv: list[str], flag: str) -> Path | None:
+    text = _take_value(argv, flag, "a folder: --shapes bench/shapes")
+    if text is not None and not Path(text).is_dir():
+        raise UserError(f"{flag} {text}: there is no such folder")
+    return None if text is None else Path(text)
+
+
+def _take_count(argv: list[str], flag: str) -> int | None:
+    text = _take_value(argv, flag, "a number: --nnodes 2")
+    if text is not None and (not text.isdecimal() or int(text) < 1):
+        raise UserError(f"{flag} {text}: not a whole number above 0")
+    return None if text is None else int(text)
+
+
+def _take_value(argv: list[str], flag: str, wanted: str) -> str | None:
     """The argument after `flag`, both taken out of `argv`."""
     if flag not in argv:
         return None
     at = argv.index(flag)
     if at + 1 == len(argv):
-        raise UserError(f"{flag} needs a folder: {flag} bench/shapes")
-    folder = Path(argv[at + 1])
-    if not folder.is_dir():
-        raise UserError(f"{flag} {folder}: there is no such folder")
+        raise UserError(f"{flag} needs {wanted}")
+    value = argv[at + 1]
     del argv[at : at + 2]
-    return folder
+    return value
 
 
 if __name__ == "__main__":

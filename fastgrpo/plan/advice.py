@@ -86,6 +86,8 @@ def _of_the_trainer(config: RunConfig, plan: Plan) -> Iterator[Option]:
         yield "actor.fsdp.offload_policy", True, SAME_NUMBERS
     if not fsdp.offload_policy:
         yield "actor.fsdp.offload_during_rollout", True, SAME_NUMBERS
+    if fsdp.offload_during_rollout:  # as long as it is on, the plan may not choose offload_policy
+        yield "actor.fsdp.offload_during_rollout", False, SAME_NUMBERS
     if fsdp.replicas > 1:
         yield "actor.fsdp.replicas", 1, SAME_NUMBERS
     if job.reference is not None:

@@ -201,6 +201,19 @@ def test_the_engine_of_a_large_model_is_spread_over_ranks() -> None:
     assert best.text == "rollout.tensor_model_parallel_size=2" and best.plan.fits
 
 
+def test_parking_that_was_asked_for_makes_way_for_the_cpu_optimizer() -> None:
+    """longcot_32k_8xa100 states offload_during_rollout=true, and with it the plan may not choose offload_policy."""
+    config = read_config(["+exp=longcot_32k_8xa100"])
+    model = read_sizes(SHAPES / "Qwen3-8B")
+    for card in (26, 28):
+        assert not planned(config, card, 8, model)[1].fits
+        best = advised(config, card, 8, model)
+        assert best.text == "actor.fsdp.offload_during_rollout=false"
+        assert best.plan.fits and best.plan.settings.offload_policy
+    stated = with_option(config, "actor.fsdp.offload_policy", False)  # then it would help nobody
+    assert advised(stated, 26, 8, model).key != "actor.fsdp.offload_during_rollout"
+
+
 def test_what_is_trained_changes_only_when_nothing_else_helps() -> None:
     """A cache of one sequence that is too long: shorter answers are the only way on one GPU."""
     config = config_of(data__max_response_length=130_560, data__train_batch_size=1)
@@ -334,6 +347,9 @@ def test_a_folder_with_config_json_alone_is_enough(capsys: pytest.CaptureFixture
         (("+exp=quickstart", "--shapes"), "--shapes needs a folder"),
         (("--markdown", "+exp=quickstart"), "--markdown needs one size of GPU: add trainer.gpu_memory_gib=80"),
         (("--shapes", str(SHAPES), "+exp=rules_zh", "rollout.tensor_model_parallel_size=4"), "14 attention heads"),
+        (("--markdown", "trainer.gpu_memory_gib=79"), "--markdown makes a row for each experiment and was given none"),
+        (("+exp=quickstart", "--nnodes"), "--nnodes needs a number"),
+        (("--nnodes", "0", "+exp=quickstart"), "--nnodes 0: not a whole number above 0"),
         (("+exp=nothing",), "there is no experiment 'nothing'"),
         (("trainer.gpu_memory_gib=0", "+exp=quickstart"), "trainer.gpu_memory_gib=0.0 is out of range"),
     ],
@@ -343,6 +359,26 @@ def test_mistakes_are_said_in_one_message(
 ) -> None:
     code, text = run(capsys, *argv)
     assert code == 2 and message in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("LOCAL_WORLD_SIZE", "0")])
+def test_an_environment_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=rules_zh")
+    assert code == 2 and f"{name}={value} in the environment is no number of ranks" in text
+
+
+def test_nodes_are_those_of_a_job_of_so_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=79")
+    code, text = run(capsys, *arguments, "--nnodes", "2")
+    assert code == 0 and "over 16 = 16 ranks / " in text
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert run(capsys, *arguments) == (0, text)
 
 
 def test_help_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:

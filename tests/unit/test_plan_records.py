@@ -1,0 +1,74 @@
+"""The figures of docs/memory.md: measured ones are those of the records, planned ones what the plan says of the
+recorded settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastgrpo.compose import read_config
+from fastgrpo.config import Layout
+from fastgrpo.plan import Sizes, make_plan, read_sizes
+from fastgrpo.plan.choose import Plan
+from fastgrpo.plan.constants import GIB
+
+ROOT = Path(__file__).parents[2]
+RESULTS, SHAPES = ROOT / "bench" / "results", ROOT / "bench" / "shapes"
+LONG: dict[str, Any] = json.loads((RESULTS / "long_sequence_h200.json").read_text())
+PEAKS = {peak["peak"]: peak for peak in LONG["peaks"]}
+
+
+def rows() -> dict[str, tuple[float, float]]:
+    text = (ROOT / "docs" / "memory.md").read_text().partition("## Measured")[2]
+    found = re.findall(r"^\| ([^|]+) \| ([\d.]+) GiB \| ([\d.]+) GiB \|$", text, re.MULTILINE)
+    return {name: (float(planned), float(measured)) for name, planned, measured in found}
+
+
+def recorded(impl: str, shape: str) -> dict[str, Any]:
+    table = json.loads((RESULTS / "step_h200.json").read_text())["rows"]
+    [row] = [row for row in table if row["impl"] == impl and row["workload"].startswith(f"{shape},")]
+    return row
+
+
+def planned(experiment: str, shape: str, options: list[str]) -> Plan:
+    config = read_config([f"+exp={ROOT / 'bench' / experiment}", f"model.path=made/{shape}", *options])
+    layout = Layout.of(config, 1)
+    return make_plan(config, Sizes(read_sizes(SHAPES / shape), None), layout, int(LONG["planned_for_gib"] * GIB))
+
+
+def of_a_step(shape: str, settings: dict[str, Any]) -> Plan:
+    sections = {"kv_cache_gib": "rollout", "offload_policy": "actor.fsdp", "offload_during_rollout": "actor.fsdp"}
+    stated = {key: value for key, value in settings.items() if key != "overrides"}
+    options = [f"{sections.get(key, 'actor')}.{key}={value}" for key, value in stated.items()]
+    return planned("reference_step.yaml", shape, options)
+
+
+@pytest.mark.parametrize(
+    ("row", "impl", "shape", "peak", "field"),
+    [
+        ("1.5B, 32 x 8", "ours", "Qwen2.5-1.5B-Instruct", "training", "train_peak_gib"),
+        ("the same: rollout", "ours", "Qwen2.5-1.5B-Instruct", "rollout", "rollout_peak_gib"),
+        ("0.5B, the same step", "ours, training only", "Qwen2.5-0.5B-Instruct", "training", "train_peak_gib"),
+    ],
+)
+def test_steps(row: str, impl: str, shape: str, peak: str, field: str) -> None:
+    [figures] = [figures for name, figures in rows().items() if name.startswith(row)]
+    record = recorded(impl, shape)
+    plan = of_a_step(shape, record["settings"])
+    expected = getattr(plan, peak).total / GIB
+    assert figures == (round(expected, 1), round(record[field], 1))
+    assert expected == pytest.approx(record[field], rel=0.1)
+
+
+def test_long_sequences() -> None:
+    figures = rows()
+    [training] = [value for name, value in figures.items() if "131,072" in name]
+    [host] = [value for name, value in figures.items() if name.startswith("the same: the host")]
+    plan = planned("long_sequence.yaml", "Qwen2.5-1.5B", [f"{key}={value}" for key, value in LONG["decided"].items()])
+    for peak, (said, seen), now in (("training", training, plan.training), ("host", host, plan.host)):
+        assert (said, seen) == (round(PEAKS[peak]["planned_gib"], 1), round(PEAKS[peak]["measured_gib"], 1))
+        assert now.total / GIB == pytest.approx(PEAKS[peak]["planned_gib"], abs=1e-3)
