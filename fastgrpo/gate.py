@@ -1,7 +1,8 @@
 """The parity gate: engine and trainer must give the tokens just drawn the same logprobs, or the run stops.
 
 Stale weights, a stale prefix cache, another temperature, a layer under a wrong name: all of them train on, quietly, on
-wrong ratios. All of them show here. The numbers come from algorithm/mismatch.py, reduced over all ranks.
+wrong ratios. All of them show here. The numbers come from algorithm/mismatch.py, reduced over all ranks; the tokens are
+the step's own, or where those come from a cut vocabulary, those of probes (rollout/probes.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from fastgrpo.algorithm.mismatch_stats import gap_metrics
 from fastgrpo.config import RunConfig
 from fastgrpo.metrics import ratio
 
@@ -40,6 +42,13 @@ def check_gap(sums: Mapping[str, float], config: RunConfig) -> str | None:
     if exceeded := _exceeded(absolute, signed, limit):
         raise RuntimeError(f"engine and trainer disagree over {tokens:.0f} tokens: {shown} ({exceeded}); {CAUSES}")
     return f"engine and trainer drift apart: {shown}; {CAUSES}" if absolute > WARN_ABS else None
+
+
+def gate_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """What the gate looked at, gap/* alone: for probes, of which nothing else is of interest."""
+    if not sums.get("gap_tokens"):
+        return {}
+    return {name: value for name, value in gap_metrics(sums).items() if name.startswith("gap/")}
 
 
 def _exceeded(absolute: float, signed: float, limit: float) -> str:

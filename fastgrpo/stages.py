@@ -226,7 +226,8 @@ def _sampling(config: RunConfig, mesh: Mesh) -> Sampling:
     if not reports_logprobs(sampling) and mesh.is_main:
         log.warning(
             "rollout.top_p, top_k, min_p or repetition_penalty cut the vocabulary: the engine's logprobs are not "
-            "comparable, so the parity gate and the importance correction are off."
+            "comparable, so the importance correction is off; the parity gate looks at a few short answers that each "
+            "engine draws for it from the whole vocabulary."
         )
     return sampling
 

@@ -28,7 +28,7 @@ from fastgrpo.config import RunConfig, uses_reference
 from fastgrpo.dump import dump_bad_update
 from fastgrpo.evaluate import Validation, answer_rows, draw_answers, validate
 from fastgrpo.final_save import save_final
-from fastgrpo.gate import check_gap
+from fastgrpo.gate import check_gap, gate_metrics
 from fastgrpo.gpu import explaining_lack_of_memory
 from fastgrpo.groups import Groups, make_groups
 from fastgrpo.metrics import Sums
@@ -38,6 +38,7 @@ from fastgrpo.records import Prompt, Rollout, Sample, StepRecord
 from fastgrpo.report import Report
 from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.probes import draw_probes, share_probes
 from fastgrpo.rollout.refill import fill_step
 from fastgrpo.session import Session, due
 from fastgrpo.stages import build_stages
@@ -126,14 +127,18 @@ class Trainer:
         """One rollout and its updates; every rank calls it. Raises RuntimeError when sampler and trainer disagree."""
         s, config, step = self.stages, self.config, self.steps_done
         clock = Clock(s.mesh.device, s.engine_bytes, self.watchdog.stage)
-        filled = fill_step(partial(self._draw, clock), config)
+        own_probes: list[Rollout] = []
+        filled = fill_step(partial(self._draw, clock, own_probes), config)
+        probes = share_probes(own_probes, s.mesh)
         samples, rollouts = filled.samples, [sample.rollout for sample in filled.samples]
         self._outage.note(samples, step)
         s.lengths.note(rollouts)
         scoring = build_scoring_batches(rollouts, s.share) if step == 0 or needs_terms(config) else ()
-        if step == 0:
-            with clock("gate"):  # before any update: every response token, trained or not
-                self._watch_gap(s.actor.gap(scoring).reduce(s.mesh))
+        seen: dict[str, float] = {}
+        if step == 0 or probes:
+            with clock("gate"):  # before any update: every response token, trained or not, or those of the probes
+                seen = s.actor.gap(build_scoring_batches(probes, s.share) if probes else scoring).reduce(s.mesh)
+                self._watch_gap(seen)
         with clock("terms"):  # what the reward's KL and rejection need of whole sequences
             terms = sequence_terms(s.actor, scoring, len(rollouts), config, s.kl_controller, s.mesh)
         groups = make_groups(samples, config, terms)
@@ -152,7 +157,8 @@ class Trainer:
         self._watch_gap(reduced)
         self.steps_done += 1
         self._rows = answer_rows(samples, filled.prompts)
-        return make_record(self.steps_done, samples, groups, reduced, update, clock, config, filled.metrics)
+        more = filled.metrics | gate_metrics(seen)
+        return make_record(self.steps_done, samples, groups, reduced, update, clock, config, more)
 
     def validate(self, report: Report | None = None) -> Validation:
         """The held-out score of the weights as they are."""
@@ -188,8 +194,8 @@ class Trainer:
             log.warning(drift)
             self._drift_said = True
 
-    def _draw(self, clock: Clock, attempt: int) -> tuple[list[Prompt], list[Sample]]:
-        """The next prompts, and the scored samples of all ranks."""
+    def _draw(self, clock: Clock, probes: list[Rollout], attempt: int) -> tuple[list[Prompt], list[Sample]]:
+        """The next prompts, and the scored samples of all ranks. This engine's probes, if any, go to `probes`."""
         s, config, step = self.stages, self.config, self.steps_done
         prompts = s.order.take()
         requests = make_requests(
@@ -206,6 +212,7 @@ class Trainer:
                 awake.enter_context(s.engine.awake(s.actor.export, s.actor.version))
             with clock("gen"):
                 own = draw_own(s.engine, requests, config.rollout.n, s.sampling, s.mesh)
+                probes += draw_probes(s.engine, requests, config.rollout.n, s.sampling, s.mesh)
             clock.note_rollout_memory()
         s.actor.take_back()
         self.stopper.check()  # what was drawn is drawn again after the resume

@@ -1,7 +1,7 @@
 """From prompts to scored rollouts on every rank: who draws what, and how the results come together.
 
     prompts (the same list on every rank) -> requests, in order
-        engine e draws its slice of whole groups                      (mesh.engine_slice)
+        engine e draws its slice of whole groups                      (own_requests)
         tp rank 0 of each engine scores them in worker processes      (reward/)
         one gather: every rank then holds all N rollouts and scores, in the order of the requests
 
@@ -44,12 +44,17 @@ def make_requests(
     ]
 
 
+def own_requests(requests: Sequence[Request], group_size: int, mesh: Mesh) -> Sequence[Request]:
+    """This rank's engine's share of `requests`: whole groups, perhaps none."""
+    own = engine_slice(len(requests) // group_size, group_size, mesh.engine, mesh.engines)
+    return requests[own.start : own.stop]
+
+
 def draw_own(
     engine: RolloutEngine, requests: Sequence[Request], group_size: int, sampling: Sampling, mesh: Mesh
 ) -> list[Rollout]:
     """This rank's engine's share of `requests`, drawn. Inside `engine.awake`; every rank must call it."""
-    own = engine_slice(len(requests) // group_size, group_size, mesh.engine, mesh.engines)
-    return engine.generate(requests[own.start : own.stop], sampling)
+    return engine.generate(own_requests(requests, group_size, mesh), sampling)
 
 
 def score_own(

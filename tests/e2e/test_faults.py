@@ -69,31 +69,43 @@ def check_stopped(outcome: tuple[list[dict[str, float]], str], fault: str) -> No
     assert len(rows) == FAULTS[fault]  # the step that shows it leaves no record
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_gate_stops(fault: str, tiny_model: Path, mesh: object) -> None:
-    check_stopped(run(config_of(tiny_model, f"faulty_engines:{fault}Hf"), 4), fault)
+def test_the_gate_stops(fault: str, top_p: float, tiny_model: Path, mesh: object) -> None:
+    """At 0.9 it sees probes alone."""
+    check_stopped(run(config_of(tiny_model, f"faulty_engines:{fault}Hf", top_p=top_p), 4), fault)
 
 
-def test_the_gate_lets_the_honest_engine_pass(tiny_model: Path, mesh: object) -> None:
+@pytest.mark.parametrize(("cut", "steps"), [({}, 4), ({"top_p": 0.9}, 20), ({"top_k": 20}, 2), ({"min_p": 0.1}, 2)])
+def test_the_gate_lets_the_honest_engine_pass(
+    cut: dict[str, float], steps: int, tiny_model: Path, mesh: object
+) -> None:
     """With the updates and the temperature of the faults' runs."""
-    rows, reason = run(config_of(tiny_model, "hf"), 4)
-    assert reason == "" and len(rows) == 4
-    assert max(row["gap/abs_mean"] for row in rows) < 1e-4
+    rows, reason = run(config_of(tiny_model, "hf", **cut), steps)
+    assert reason == "" and len(rows) == steps
+    assert all(0 < row["gap/abs_mean"] < 1e-4 for row in rows)
+    others = {name for row in rows for name in row if name.startswith(("rollout_corr/", "training/"))}
+    assert bool(others) == (not cut)  # probes are in no metric but the gate's
+
+
+def test_a_penalty_is_looked_past(tiny_model: Path, mesh: object) -> None:
+    config = config_of(tiny_model, "faulty_engines:OneLayerRenamedHf", repetition_penalty=1.3)
+    check_stopped(run(config, 2), "OneLayerRenamed")
 
 
 @pytest.mark.slow
 @needs_vllm
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_gate_stops_vllm(fault: str, tiny_model: Path) -> None:
-    check_stopped(run_apart(config_of(tiny_model, f"faulty_engines:{fault}Vllm"), 4), fault)
+def test_the_gate_stops_vllm(fault: str, top_p: float, tiny_model: Path) -> None:
+    check_stopped(run_apart(config_of(tiny_model, f"faulty_engines:{fault}Vllm", top_p=top_p), 4), fault)
 
 
 @pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 def test_20_steps_at_temperature_07_are_not_stopped(top_p: float, tiny_model: Path) -> None:
-    """With top_p the engine's logprobs are not comparable, and the run says so; without, the gate sees every step."""
+    """The gate sees every step: its tokens, or with top_p those of probes."""
     rows, reason = run_apart(config_of(tiny_model, "vllm", top_p=top_p), 20)
     assert reason == "" and len(rows) == 20
-    gaps = [row["gap/abs_mean"] for row in rows if "gap/abs_mean" in row]
-    assert len(gaps) == (20 if top_p == 1 else 0) and max(gaps, default=0) < 1e-3
+    assert all(0 < row["gap/abs_mean"] < 1e-3 for row in rows)

