@@ -158,6 +158,7 @@ class Session:
             stop.exit_code = NOT_SAVED
         if mesh.is_main:
             self._say_what_is_saved(stop)
+        if mesh.local_rank == 0:  # each node has a process that wants to know
             leave_status(stop.exit_code, os.environ)
 
     def _say_what_is_saved(self, stop: Stopped) -> None:

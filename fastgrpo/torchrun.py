@@ -4,7 +4,7 @@ Two things torchrun leaves out. It passes SIGUSR1 on to its workers, and gives t
 when a signal ends it, it ends with status 1 and a traceback, whatever its workers did. Here the status is that of the
 workers: 75 when they have saved and want to be started again, 2 for a mistake of the user.
 
-    signal -> torchrun -> workers save -> rank 0 leaves its exit status in the file that STATUS_FILE names -> status
+    signal -> torchrun -> workers save -> a node's first leaves its exit status in the file STATUS_FILE -> status
 """
 
 from __future__ import annotations
