@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 from fastgrpo.checkpoint import CHECKPOINTS, FINISHED
 from fastgrpo.checkpoint.disk import PART, remove_tree, write_durably
-from fastgrpo.checkpoint.folders import point_again, set_aside
+from fastgrpo.checkpoint.folders import aside_folder, point_again, set_aside
 from fastgrpo.checkpoint.model import ADAPTER, MODEL
 from fastgrpo.checkpoint.runs import finished_steps
 
@@ -62,7 +61,7 @@ def go_back(folder: Path, step: int, *, validated: bool = True, best_mode: str =
     """Set aside everything in the run folder that is later than `step` (`validated`: than its validation); the history
     of what stays. Folders of checkpoints that were still being written are removed, and so is the word that the run has
     finished: whoever looks for a run to go on with must find it again. Safe to be cut short and called again."""
-    aside = folder / f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside = aside_folder(folder)
     if finished_steps(folder) > step:
         set_aside([path for name in (MODEL, ADAPTER) if (path := folder / name).is_dir()], aside)
     (folder / FINISHED).unlink(missing_ok=True)

@@ -49,7 +49,11 @@ def remove_tree(folder: Path) -> None:
         if folder.suffix != PART:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-        shutil.rmtree(aside if folder.suffix != PART else folder)
+        folder = aside if folder.suffix != PART else folder
+        if folder.is_symlink():  # somebody keeps the checkpoint elsewhere, and there it stays
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
 
 
 def free_bytes(folder: Path) -> int:

@@ -15,7 +15,9 @@ RUN/checkpoints/
 from __future__ import annotations
 
 import json
+import logging
 import re
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fastgrpo.checkpoint.disk import PART, file_sizes, remove_tree, sync_folder, sync_tree, write_durably
+
+log = logging.getLogger("fastgrpo")
 
 MANIFEST = "checkpoint.json"
 LATEST, BEST = "latest", "best"
@@ -87,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**document)
     except FileNotFoundError:
         raise ValueError(f"it has no {MANIFEST}, which is written last") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ValueError(f"its {MANIFEST} cannot be read ({error})") from None
     if manifest.format != FORMAT:
         raise ValueError(f"its format is {manifest.format}, this version of fastgrpo reads {FORMAT}")
@@ -95,6 +99,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"its {MANIFEST} is damaged: {lacking}")
     if written is not None and written != _crc32(document):  # an older version wrote none
         raise ValueError(f"its {MANIFEST} has changed since it was written (CRC32 {_crc32(document)}, {written} then)")
+    if step_of(folder) not in (None, manifest.step):  # what is later than a step is told by names, too
+        name = step_folder(folder, manifest.step).name
+        raise ValueError(f"it holds step {manifest.step}: name it {name} again")
     sizes = file_sizes(folder)
     for name, size in manifest.files.items():
         if name not in sizes:
@@ -134,12 +141,18 @@ def find_checkpoints(root: Path) -> Found:
         except ValueError as error:
             passed_over.append(f"{folder}: {error}")
     complete.sort(key=lambda found: found[1].step, reverse=True)
-    pointer = root / LATEST
-    if pointer.is_file():
-        name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        if name not in [folder.name for folder, _ in complete]:
-            passed_over.append(f"{pointer}: it names {name!r}, which is no complete checkpoint")
+    name = _pointed_to(root / LATEST)
+    if name is not None and name not in [folder.name for folder, _ in complete]:
+        passed_over.append(f"{root / LATEST}: it names {name!r}, which is no complete checkpoint")
     return Found(complete, passed_over)
+
+
+def _pointed_to(pointer: Path) -> str | None:
+    """None where there is none that can be read: nothing rests on it."""
+    try:
+        return pointer.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
 
 
 def best_of(complete: Sequence[tuple[Path, Manifest]], mode: str) -> Path | None:
@@ -163,8 +176,18 @@ def point_again(root: Path, mode: str) -> None:
             continue
         if found is None:
             (root / name).unlink()
-        elif (root / name).read_text(encoding="utf-8", errors="replace").strip() != found.name:
+        elif _pointed_to(root / name) != found.name:
             write_durably(root / name, found.name + "\n")
+
+
+def tidy(root: Path, keep: int | None, *, best: str | None) -> None:
+    """After a save: point to the best one and remove old ones. What fails in it costs no checkpoint, and is said."""
+    try:
+        if best:
+            point_to_best(root, best)
+        retire(root, keep, best=best)
+    except OSError as error:
+        log.error("%s: the new checkpoint is whole, but `best` did not move or an old one did not go: %s", root, error)
 
 
 def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
@@ -180,6 +203,14 @@ def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
     for folder in removed:
         remove_tree(folder)
     return removed
+
+
+def aside_folder(run: Path) -> Path:
+    """One that is not there yet: two starts in one second, or after a clock was set back, do not share one."""
+    stem, number = f"aside-{time.strftime('%Y%m%d-%H%M%S')}", 0
+    while (folder := run / (f"{stem}-{number}" if number else stem)).exists():
+        number += 1
+    return folder
 
 
 def set_aside(paths: Sequence[Path], aside: Path) -> None:

@@ -23,15 +23,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
 
 from fastgrpo.checkpoint.compare import doubts, made_by, objections
+from fastgrpo.checkpoint.disk import PART
 from fastgrpo.checkpoint.folders import MANIFEST, Found, Manifest, find_checkpoints, read_manifest, step_of
 from fastgrpo.checkpoint.identity import Identity
-from fastgrpo.checkpoint.runs import CHECKPOINTS, CONFIG, finished_steps, is_held, new_folder, runs_of, take
+from fastgrpo.checkpoint.runs import CHECKPOINTS, finished_steps, is_held, new_folder, parts_of, runs_of, take
 from fastgrpo.config import RunConfig
 from fastgrpo.errors import ConfigError
 from fastgrpo.mesh import Mesh
@@ -69,6 +70,7 @@ class _Asked:
     config: RunConfig
     identity: Identity | None = None
     total_steps: int | None = None
+    taken: Path | None = None  # the folder whose lock is ours
 
     def finished(self, folder: Path) -> bool:
         done = finished_steps(folder)
@@ -76,7 +78,7 @@ class _Asked:
 
     def held(self, folder: Path) -> bool:
         """Who only validates does not write there."""
-        return not self.config.trainer.val_only and is_held(folder)
+        return not self.config.trainer.val_only and folder != self.taken and is_held(folder)
 
     def objections(self, manifest: Manifest) -> list[str]:
         return objections(manifest, self.config, self.identity, self.total_steps)
@@ -114,9 +116,11 @@ def _begin(asked: _Asked) -> tuple[Start, FileLock | None]:
             folder = new_folder(trainer)
             return Start(folder, choice.checkpoint, choice.manifest, _told(choice, folder, asked)), take(folder)[0]
         lock, free = take(choice.folder)
-        if free:  # else another process was faster: look again
+        if free and _choose(replace(asked, taken=choice.folder)) == choice:
             told = _told(choice, choice.folder, asked)
             return Start(choice.folder, choice.checkpoint, choice.manifest, told), lock
+        if lock is not None:  # another process was faster, or was there meanwhile: look again
+            lock.release()
 
 
 def _told(choice: _Choice, folder: Path, asked: _Asked) -> tuple[str, ...]:
@@ -139,7 +143,10 @@ def _choose(asked: _Asked) -> _Choice:
     resume = asked.config.trainer.resume
     if resume == "never":
         return _Choice(())
-    choice = _newest(asked) if resume == "auto" else _by_path(asked, Path(resume).expanduser())
+    try:
+        choice = _newest(asked) if resume == "auto" else _by_path(asked, Path(resume).expanduser())
+    except OSError as error:
+        raise ConfigError(f"trainer.resume={resume}: what is there cannot be read: {error}") from error
     folder = None if asked.config.trainer.val_only else choice.folder
     if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
@@ -177,7 +184,7 @@ def _newest(asked: _Asked) -> _Choice:
 
 def _by_path(asked: _Asked, path: Path) -> _Choice:
     resume = asked.config.trainer.resume
-    folder, checkpoint = _parts(path)
+    folder, checkpoint = parts_of(path)
     said: tuple[str, ...] = ()
     if folder is not None and asked.held(folder):
         raise ConfigError(
@@ -198,16 +205,6 @@ def _by_path(asked: _Asked, path: Path) -> _Choice:
     if reasons := asked.objections(manifest):
         raise _refusal(checkpoint, reasons)
     return _Choice(said, folder, checkpoint, manifest)
-
-
-def _parts(path: Path) -> tuple[Path | None, Path | None]:
-    """(run folder, or None of a checkpoint that lies in none; the checkpoint, or None for the newest)."""
-    path = path.absolute()
-    if step_of(path) is None and not (path / MANIFEST).is_file():
-        return path, None
-    run = path.parent.parent
-    inside = path.parent.name == CHECKPOINTS and (run / CONFIG).is_file()
-    return run if inside else None, path
 
 
 def _made_since(asked: _Asked, folder: Path | None, step: int) -> _Choice | None:
@@ -231,6 +228,8 @@ def _made_since(asked: _Asked, folder: Path | None, step: int) -> _Choice | None
 
 
 def _manifest(checkpoint: Path) -> Manifest:
+    if checkpoint.suffix == PART:  # the folder's next start would remove it
+        raise ConfigError(f"trainer.resume={checkpoint}: it was still being written, or removed")
     try:
         return read_manifest(checkpoint)
     except ValueError as error:

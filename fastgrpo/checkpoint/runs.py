@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from fastgrpo.checkpoint.folders import MANIFEST, step_of
 from fastgrpo.config import TrainerConfig
 from fastgrpo.errors import ConfigError
 
@@ -27,13 +28,27 @@ _TAKE_S = 1.0  # others who ask whether a folder is held do so for an instant
 
 def runs_of(run_dir: Path, experiment: str) -> list[Path]:
     """Newest first, by the time and number in the name, which a copy keeps."""
+    return [path for *_, path in _named(run_dir, experiment)]
+
+
+def _named(run_dir: Path, experiment: str) -> list[tuple[str, int, Path]]:
     name = re.compile(re.escape(experiment) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     runs = [
         (match[1], int(match[2] or 0), path)
         for path in (run_dir.iterdir() if run_dir.is_dir() else ())
         if path.is_dir() and (match := name.fullmatch(path.name))
     ]
-    return [path for *_, path in sorted(runs, reverse=True)]
+    return sorted(runs, reverse=True)
+
+
+def parts_of(path: Path) -> tuple[Path | None, Path | None]:
+    """(run folder, or None of a checkpoint that lies in none; the checkpoint, or None for the newest)."""
+    path = path.absolute()
+    if step_of(path) is None and not (path / MANIFEST).is_file():
+        return path, None
+    run = path.parent.parent
+    inside = path.parent.name == CHECKPOINTS and (run / CONFIG).is_file()
+    return run if inside else None, path
 
 
 def finished_steps(folder: Path) -> int:
@@ -45,9 +60,16 @@ def finished_steps(folder: Path) -> int:
 
 
 def new_folder(trainer: TrainerConfig) -> Path:
-    """Two runs started in one second get two folders: making one is what tells whether it was there."""
-    stem = f"{trainer.experiment_name}-{time.strftime('%Y%m%d-%H%M%S')}{'-val' if trainer.val_only else ''}"
-    number = 0
+    """Two runs started in one second get two folders: making one is what tells whether it was there. None is older by
+    its name than those that are there, also after the clock was set back."""
+    time_, number = time.strftime("%Y%m%d-%H%M%S"), 0
+    try:
+        runs = [] if trainer.val_only else _named(Path(trainer.run_dir), trainer.experiment_name)
+    except OSError:  # said below
+        runs = []
+    if runs and runs[0][0] >= time_:
+        time_, number = runs[0][0], runs[0][1] + 1
+    stem = f"{trainer.experiment_name}-{time_}{'-val' if trainer.val_only else ''}"
     while True:
         folder = Path(trainer.run_dir) / (f"{stem}-{number}" if number else stem)
         try:

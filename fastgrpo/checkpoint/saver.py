@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.checkpoint import host_memory
 from fastgrpo.checkpoint.checksum import write_list
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
-from fastgrpo.checkpoint.folders import Manifest, commit, point_to_best, retire, step_folder
+from fastgrpo.checkpoint.folders import Manifest, commit, step_folder, tidy
 from fastgrpo.checkpoint.model import trained_bytes, write_trained
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
@@ -233,9 +233,7 @@ class Saver:
         self.complete = job.manifest.step
         log.info("checkpoint %s", folder)
         best = str(self._config.best_mode) if self._config.best_metric else None
-        if best:
-            point_to_best(self._root, best)
-        retire(self._root, self._config.max_ckpt_to_keep, best=best)
+        tidy(self._root, self._config.max_ckpt_to_keep, best=best)
 
     def _await(self, store: Store, key: str) -> None:
         while not store.check([key]):

@@ -344,3 +344,24 @@ def test_a_model_is_known_by_its_ends(tiny_model: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     weights.write_bytes(content)
     assert model_fingerprint(tmp_path) != model_fingerprint(tiny_model)
+
+
+def test_tidying_up_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of one that is kept elsewhere the link goes; what cannot be removed is said, and the new one is whole."""
+    root = tmp_path / "checkpoints"
+    for step in (10, 20, 30):
+        make(root, step)
+    (root / "step_000010").rename(tmp_path / "elsewhere")
+    (root / "step_000010").symlink_to(tmp_path / "elsewhere")
+    folders.tidy(root, 2, best=None)
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "step_000020", "step_000030"]
+    assert (tmp_path / "elsewhere" / "checkpoint.json").is_file()
+
+    def fail(folder: Path) -> None:
+        raise OSError(39, "Directory not empty", str(folder))
+
+    monkeypatch.setattr(folders, "remove_tree", fail)
+    folders.tidy(root, 1, best=None)
+    assert "the new checkpoint is whole, but" in caplog.text and "Directory not empty" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from fastgrpo.checkpoint import Identity, Start, check_resume, find_start
+from fastgrpo.checkpoint import Identity, Start, check_resume, find_start, resume
 from fastgrpo.checkpoint.folders import Manifest, best_of, commit, find_checkpoints
+from fastgrpo.checkpoint.runs import take
 from fastgrpo.config import (
     ActorConfig,
     DataConfig,
@@ -147,8 +149,8 @@ def changed(config: RunConfig, path: str, value: Any) -> RunConfig:
 )
 def test_a_validation_is_not_refused_for_what_only_updates_read(option: str, value: Any, tmp_path: Path) -> None:
     """Other data, another reference policy and fewer steps than the run has done besides."""
-    for resume in ("auto", str(run_folder(tmp_path, OLD, 20))):
-        training = changed(configured(tmp_path, resume=resume), option, value)
+    for path in ("auto", str(run_folder(tmp_path, OLD, 20))):
+        training = changed(configured(tmp_path, resume=path), option, value)
         with pytest.raises(ConfigError):
             find_start(training, ALONE, replace(IDENTITY, data="other", reference="r"), 5)
         validating = changed(training, "trainer.val_only", True)
@@ -253,6 +255,78 @@ def test_a_finished_run_that_goes_on_keeps_its_model_until_the_next(tmp_path: Pa
     (run / "model").mkdir()
     go_back(run, 30)
     assert (run / "model").is_dir() and not (run / "finished").exists() and not list(run.glob("aside-*"))
+
+
+def test_the_newest_by_name_is_the_newest_after_a_clock_was_set_back(tmp_path: Path) -> None:
+    run_folder(tmp_path, "e-20991130-101500", 10)
+    run_folder(tmp_path, "e-20991130-101500-3", 10)
+    new = start(configured(tmp_path, resume="never")).folder
+    assert new.name == "e-20991130-101500-4"
+    checkpoint(new / "checkpoints", 5, configured(tmp_path))
+    assert start(configured(tmp_path)).folder == new
+    assert start(configured(tmp_path, val_only=True)).folder.name < "e-2099"
+
+
+def test_two_starts_in_one_second_set_aside_each_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20261130-130000")
+    run = run_folder(tmp_path, OLD, 10, 20)
+    (run / "metrics.jsonl").write_text('{"step": 10}\n{"step": 15}\n')
+    go_back(run, 10)
+    checkpoint(run / "checkpoints", 20, configured(tmp_path))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 16}\n')
+    go_back(run, 10)
+    for name, step in (("aside-20261130-130000", 15), ("aside-20261130-130000-1", 16)):
+        assert (run / name / "metrics.jsonl").read_text() == f'{{"step": {step}}}\n'
+        assert (run / name / "checkpoints" / "step_000020" / "checkpoint.json").is_file()
+
+
+def test_what_happened_before_the_lock_was_taken_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has looked as well, was faster, went on to step 30 and ended."""
+    run = run_folder(tmp_path, OLD, 10, 20)
+
+    def taken_late(folder: Path) -> Any:
+        if not (run / "checkpoints" / "step_000030").exists():
+            checkpoint(run / "checkpoints", 30, configured(tmp_path))
+            shutil.rmtree(run / "checkpoints" / "step_000020")  # to make room
+        return take(folder)
+
+    monkeypatch.setattr(resume, "take", taken_late)
+    found = start(configured(tmp_path))
+    assert (found.folder, found.step) == (run, 30)
+    assert start(configured(tmp_path)).step == 30  # the lock was given back
+
+
+def test_folders_with_wrong_names_or_nothing_to_read(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, OLD, 10, 20, 30, 40)
+    root = run / "checkpoints"
+    (root / "step_000020").rename(root / "step_000090")
+    (root / "step_000040").rename(root / "step_000040.part")
+    manifest = root / "step_000030" / "checkpoint.json"
+    manifest.unlink()
+    manifest.mkdir()  # as for a disk that answers with an error
+    (root / "latest").unlink()
+    (root / "latest").mkdir()
+    found = start(configured(tmp_path))
+    assert found.step == 10
+    said = "\n".join(found.said)
+    assert "step_000090: it holds step 20: name it step_000020 again" in said
+    assert "step_000030: its checkpoint.json cannot be read ([Errno 21]" in said
+    for name, why in (("step_000090", "name it step_000020"), ("step_000040.part", "was still being written")):
+        with pytest.raises(ConfigError, match=why):
+            start(configured(tmp_path, resume=str(root / name)))
+    go_back(run, 10)
+    assert find_checkpoints(root).complete[0][1].step == 10
+
+
+def test_a_run_dir_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    run_folder(tmp_path, OLD, 10)
+    monkeypatch.setattr(Path, "iterdir", fail)
+    with pytest.raises(ConfigError, match=r"trainer\.resume=auto: what is there cannot be read: \[Errno 13\]"):
+        start(configured(tmp_path))
 
 
 def test_a_renamed_data_file_is_resumed_through_a_link(tiny_model: Path, tmp_path: Path) -> None:
