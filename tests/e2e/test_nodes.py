@@ -27,7 +27,7 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README
 SCONTROL = """#!{python}
 import pathlib, sys
 if sys.argv[1] == "show":
-    print("127.0.0.1\\nanother")
+    sys.stdout.write("127.0.0.1\\nanother\\n")
 else:
     assert sys.argv[1:] == ["requeue", "77"]
     pathlib.Path("requeued").touch()
@@ -48,8 +48,8 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for name, text in PAGES.items():
         joined = re.sub(r"\\\n\s*", "", text)
-        inline = re.findall(r"`([^`\n]*--nnodes[^`\n]*)`", joined)
-        blocks = re.findall(r"^([^`\n]*--nnodes[^`\n]*)$", joined, re.M)
+        inline = re.findall(r"`([^`\n]*torchrun --nnodes[^`\n]*)`", joined)
+        blocks = re.findall(r"^([^`\n]*torchrun --nnodes[^`\n]*)$", joined, re.M)
         found += [(name, command) for command in (*inline, *blocks)]
     return found
 
