@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import one_update
+from cases import one_update, policy_of
+
+from fastgrpo.mesh import build_mesh
 
 MODELS = {
     "tied, 2 kv heads": {"family": "qwen2", "tied": True},
@@ -89,6 +91,28 @@ def test_ranks_make_the_update_of_one_process(truth, ranks, model, size, options
     assert sum(result["rows"] for result in results) == expected["rows"]
     if "max_tokens_per_gpu" in options:
         assert results[0]["micro_batches"] > 1
+
+
+def rotary_frequencies(folder):
+    """Of a policy and of a reference on this rank, where every uninitialised tensor is full of NaN."""
+    mesh = build_mesh("cpu", sp=1, tp=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        built = [policy_of(folder, mesh, trainable=trainable) for trainable in (True, False)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [[b.clone() for name, b in p.module.named_buffers() if name.endswith(".inv_freq")] for p in built]
+
+
+def test_every_rank_has_the_rotary_frequencies(ranks, make_tiny_model):
+    """theta^(-2i / D) for i below D / 2."""
+    folder = make_tiny_model("llama", head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    results = ranks(2).run(rotary_frequencies, folder)
+    assert len(results) == 2
+    for policy, reference in results:
+        assert len(policy) == len(reference) == 1
+        for found in (*policy, *reference):
+            torch.testing.assert_close(found, torch.tensor([1, 0.1, 0.01, 0.001]))
 
 
 @pytest.mark.parametrize(("size", "options"), [(2, {}), (4, {"sp": 2})])
