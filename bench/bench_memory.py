@@ -35,7 +35,7 @@ from fastgrpo.compose import read_config
 from fastgrpo.errors import UserError
 from fastgrpo.plan import Plan, with_option
 from fastgrpo.plan.constants import GIB
-from fastgrpo.plan.settle import OPTIONS
+from fastgrpo.plan.settle import DECIDED
 from fastgrpo.records import StepRecord
 from made_model import make_model, make_prompts, reward_of
 from run_summary import commit, versions
@@ -98,7 +98,7 @@ def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         "response_tokens_mean": records[-1].metrics["response_length/mean"],
         "seconds_of_the_last_step": round(records[-1].timings["step"], 2),
         "mfu_of_the_last_step": _rounded(records[-1].metrics.get("perf/mfu")),
-        "decided": {option: _at(settled, option) for option in (*OPTIONS.values(), "rollout.kv_cache_gib")},
+        "decided": {option: _at(settled, option) for option in DECIDED},
         "peaks": compare(plan, largest),
         "versions": versions(),
     }

@@ -1,5 +1,6 @@
 """The GPU memory that a run may use, and the plan made for it: where fastgrpo/plan meets the device.
 
+    whole memory, trainer.gpu_memory_gib      -->  ranks of an engine, before the ranks are joined
     mem_get_info, trainer.gpu_memory_gib  -->  bytes that every rank has  -->  plan  -->  configuration, decided
 
 All ranks take the same decisions, from the least that any of them finds: the micro-batches and the sharded state must
@@ -10,6 +11,7 @@ would do on the smaller one. (The engine's cache lies outside of that cap; its s
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,11 +20,40 @@ import torch
 from fastgrpo import console
 from fastgrpo.config import Layout, RunConfig
 from fastgrpo.mesh import Mesh
-from fastgrpo.plan import Plan, Sizes, decision_lines, explain, memory_lines, settle, settle_on_cpu, with_option
+from fastgrpo.plan import (
+    Plan,
+    Sizes,
+    decision_lines,
+    engine_sizes,
+    explain,
+    make_plan,
+    memory_lines,
+    settle,
+    settle_on_cpu,
+    with_option,
+)
 from fastgrpo.plan.constants import CUDA_CONTEXT, GIB
 from fastgrpo.policy import liger
 
 log = logging.getLogger("fastgrpo")
+
+
+def settle_engine(config: RunConfig, sizes: Sizes, layout: Layout, device_type: str) -> RunConfig:
+    """`config` with rollout.tensor_model_parallel_size decided. It says which ranks share an engine, so it is wanted
+    before they are joined: no collective, each rank reckons by itself from what is the same on all of them,
+    trainer.gpu_memory_gib and the size of a GPU. (Where GPUs differ, build_mesh finds the ranks at odds.)"""
+    if config.rollout.tensor_model_parallel_size is not None:
+        return config
+    size = 1
+    if device_type == "cuda" and len(engine_sizes(config, sizes.model, layout)) > 1:
+        total = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+        cap = config.trainer.gpu_memory_gib
+        gpu_bytes = total if cap is None else min(total, int(cap * GIB))
+        size = make_plan(_as_installed(config), sizes, layout, gpu_bytes).job.tp
+    settled = with_option(config, "rollout.tensor_model_parallel_size", size)
+    if layout.world > 1:
+        console.say("\n".join(decision_lines(config, settled)))
+    return settled
 
 
 def settle_memory(config: RunConfig, sizes: Sizes, layout: Layout, mesh: Mesh) -> tuple[RunConfig, Plan | None]:
@@ -32,14 +63,18 @@ def settle_memory(config: RunConfig, sizes: Sizes, layout: Layout, mesh: Mesh) -
     if mesh.device.type != "cuda":
         return settle_on_cpu(config), None
     gpu_bytes = min(mesh.gather(_usable(config, mesh.device)))
-    if config.actor.use_liger and not liger.is_installed():
-        config = with_option(config, "actor.use_liger", False)
+    config = _as_installed(config)
     settled, plan = settle(config, sizes, layout, gpu_bytes)
     if plan.fits:
         console.say("\n".join([*memory_lines(plan), *decision_lines(config, settled)]))
     elif mesh.is_main:
         log.warning(explain(config, sizes, layout, gpu_bytes))
     return settled, plan
+
+
+def _as_installed(config: RunConfig) -> RunConfig:
+    missing = config.actor.use_liger and not liger.is_installed()
+    return with_option(config, "actor.use_liger", False) if missing else config
 
 
 def _usable(config: RunConfig, device: torch.device) -> int:

@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fastgrpo.errors import UserError
+
 Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 STORE_TIMEOUT = timedelta(minutes=30)  # as the process group's: longer than any phase
 
@@ -116,8 +118,9 @@ def engine_slice(num_groups: int, group_size: int, engine: int, engines: int) ->
 def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh:
     """Join (or start, for one process) the process group and lay the axes over it. Call once a process.
 
-    Raises ValueError when the world does not divide (the configuration was checked before: this is for Python users),
-    or a process group that was there before has no backend for CPU tensors or none for the device's.
+    Raises UserError when ranks were given different sizes; ValueError when the world does not divide (the configuration
+    was checked before: this is for Python users), or a process group that was there before has no backend for CPU
+    tensors or none for the device's.
     """
     owns_process_group = not dist.is_initialized()
     if owns_process_group:
@@ -125,6 +128,7 @@ def build_mesh(device_type: str, *, sp: int, tp: int, replicas: int = 1) -> Mesh
             _init_process_group(device_type)
     require_backends(device_type, str(dist.get_backend_config()))
     world, rank = dist.get_world_size(), dist.get_rank()
+    _require_agreement(world, {"sp": sp, "tp": tp, "replicas": replicas})
     for name, size in (("sp", sp), ("tp", tp), ("replicas", replicas)):
         if world % size:
             raise ValueError(f"{world} ranks cannot be cut into {name} groups of {size}.")
@@ -184,6 +188,19 @@ def require_backends(device_type: str, backends: str) -> None:
         raise ValueError(
             f"the process group serves {backends}, this run needs the CPU and {device_type}: start it with "
             f'init_process_group("{"cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"}")'
+        )
+
+
+def _require_agreement(world: int, sizes: dict[str, int]) -> None:
+    """Ranks that cut the world differently would wait for each other for ever."""
+    found: list[Any] = [sizes] * world
+    if world > 1:
+        dist.all_gather_object(found, sizes)
+    odd = next((rank for rank, other in enumerate(found) if other != found[0]), None)
+    if odd is not None:
+        raise UserError(
+            f"rank 0 was laid out as {found[0]}, rank {odd} as {found[odd]}: their options or their GPUs differ. "
+            "Start them alike, and where GPUs differ set rollout.tensor_model_parallel_size"
         )
 
 

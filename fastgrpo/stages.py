@@ -38,7 +38,7 @@ from fastgrpo.config import (
 from fastgrpo.data.order import PromptOrder
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
-from fastgrpo.gpu import settle_memory
+from fastgrpo.gpu import settle_engine, settle_memory
 from fastgrpo.launch import count_gpus, resolve_device, started
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
@@ -132,9 +132,12 @@ def build_stages(
 
     if config.trainer.deterministic:
         _be_deterministic()
+    sizes = _sizes(config, model_dir, ref_dir)
+    config = settle_engine(config, sizes, layout, device_type)
+    layout = Layout.of(config, layout.world, layout.ranks_per_node)
     mesh = build_mesh(device_type, sp=layout.sp, tp=layout.tp, replicas=layout.replicas)
     held = _allocated(mesh.device)  # by an engine of a former run, asleep; 0 without one
-    config, plan = settle_memory(config, _sizes(config, model_dir, ref_dir), layout, mesh)
+    config, plan = settle_memory(config, sizes, layout, mesh)
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
     torch.manual_seed(seed)
     policy = _build_policy(config, model_dir, mesh, trainable=True)

@@ -17,7 +17,7 @@ from fastgrpo.config.layout import Layout, total_steps
 from fastgrpo.config.notes import notes
 from fastgrpo.config.resume import changed_options, leaves
 from fastgrpo.config.reward_schema import AnswerMode, RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
-from fastgrpo.config.rules import check, check_model
+from fastgrpo.config.rules import check, check_model, heads_divide
 from fastgrpo.config.schema import (
     BEAT_S,
     ActorConfig,
@@ -100,6 +100,7 @@ __all__ = [
     "check",
     "check_model",
     "compute_dtype",
+    "heads_divide",
     "leaves",
     "loads_reference",
     "needs_reference",

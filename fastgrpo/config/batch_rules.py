@@ -100,6 +100,8 @@ def lengths(layout: Layout) -> str:
 def groups_divide_the_ranks(c: RunConfig, layout: Layout) -> Iterator[str]:
     for key in ("actor.ulysses_sequence_parallel_size", "rollout.tensor_model_parallel_size"):
         size = attrgetter(key)(c)
+        if size is None:
+            continue
         if not _divides(size, layout.world):
             yield f"{key}={size} does not divide the {layout.world} ranks; set {divisors(layout.world)}"
         elif not _divides(size, layout.ranks_per_node):

@@ -19,7 +19,8 @@ class Layout:
     world: int  # ranks
     ranks_per_node: int
     sp: int  # ranks that share one row of tokens
-    tp: int  # ranks of one engine
+    tp: int  # ranks of one engine; 1 while that is open
+    tp_is_open: bool  # not decided yet (fastgrpo/plan)
     replicas: int  # copies of the sharded model (HSDP)
     prompts_per_step: int
     samples_per_prompt: int
@@ -39,7 +40,8 @@ class Layout:
             world=world_size,
             ranks_per_node=ranks_per_node or world_size,
             sp=actor.ulysses_sequence_parallel_size,
-            tp=rollout.tensor_model_parallel_size,
+            tp=1 if rollout.tensor_model_parallel_size is None else rollout.tensor_model_parallel_size,
+            tp_is_open=rollout.tensor_model_parallel_size is None,
             replicas=actor.fsdp.replicas,
             prompts_per_step=data.train_batch_size,
             samples_per_prompt=rollout.n,
@@ -131,6 +133,8 @@ class Layout:
         return [f"{layer:<18}{number!s:>9}  {unit:<18}{note}".rstrip() for layer, number, unit, note in rows]
 
     def _engines_in_words(self) -> str:
+        if self.tp_is_open and self.world > 1:
+            return f"over {self.engines}, or more over fewer: rollout.tensor_model_parallel_size=null: the plan decides"
         return f"over {self.engines} = {self.world} ranks / {self.tp} (rollout.tensor_model_parallel_size)"
 
     def _updates_in_words(self) -> str:

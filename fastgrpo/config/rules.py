@@ -129,12 +129,14 @@ def _refuse(messages: Iterator[str]) -> None:
         raise ConfigError("\n".join(mistakes))
 
 
-def heads_divide_over_ranks(key: str, size: int, num_heads: int, num_kv_heads: int) -> Iterator[str]:
+def heads_divide(size: int, num_heads: int, num_kv_heads: int) -> bool:
     """Key and value heads are repeated when there are fewer than ranks, so either may divide the other."""
-    if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
-        good = [
-            n for n in range(1, num_heads + 1) if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)
-        ]
+    return not num_heads % size and (not num_kv_heads % size or not size % num_kv_heads)
+
+
+def heads_divide_over_ranks(key: str, size: int, num_heads: int, num_kv_heads: int) -> Iterator[str]:
+    if not heads_divide(size, num_heads, num_kv_heads):
+        good = [n for n in range(1, num_heads + 1) if heads_divide(n, num_heads, num_kv_heads)]
         yield (
             f"{key}={size} does not divide the model's {num_heads} attention heads and {num_kv_heads} key-value heads; "
             f"set {either(good)}"

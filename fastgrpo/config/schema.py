@@ -11,8 +11,8 @@ Why StrEnum("Name", ["value"]) and no class: the values are verl's, and names su
 A plain string of the same spelling is as good as the member.
 
 Options of memory (actor.max_tokens_per_gpu, head_chunk_gib, gradient_checkpointing, activation_offload, mlp_slices, the
-fsdp and offload options, rollout.kv_cache_gib) are null by default: on CUDA the memory plan (fastgrpo/plan) decides
-them, on a CPU they are fixed (plan/settle.py). What was decided is printed at the start.
+fsdp and offload options, rollout.kv_cache_gib, rollout.tensor_model_parallel_size) are null by default: on CUDA the
+memory plan (fastgrpo/plan) decides them, on a CPU they are fixed (plan/settle.py). What was decided is printed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class RolloutConfig:
     top_k: int = -1  # -1 = all
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    tensor_model_parallel_size: int = 1  # ranks an engine
+    # ranks an engine; null: the fewest with which the memory plan finds a fit (vllm on CUDA), else 1
+    tensor_model_parallel_size: int | None = None
     max_model_len: int | None = None  # tokens; default max_prompt_length + max_response_length
     max_num_seqs: int = 256  # sequences decoded at once by one engine
     max_num_batched_tokens: int = 8192  # tokens one engine iteration prefills

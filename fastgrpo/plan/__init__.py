@@ -12,7 +12,7 @@ It works on numbers alone: no torch, no GPU, no weights (but for counting a mode
 
 from fastgrpo.plan.choose import Plan
 from fastgrpo.plan.job import Sizes
-from fastgrpo.plan.settle import make_plan, settle, settle_on_cpu, with_option
+from fastgrpo.plan.settle import engine_sizes, make_plan, settle, settle_on_cpu, with_option
 from fastgrpo.plan.sizes import ModelSizes, read_sizes
 from fastgrpo.plan.table import decision_lines, explain, memory_lines
 
@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "Sizes",
     "decision_lines",
+    "engine_sizes",
     "explain",
     "make_plan",
     "memory_lines",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from fastgrpo.config import Layout, RunConfig, loads_reference
+from fastgrpo.config import Layout, RunConfig, heads_divide, loads_reference
 from fastgrpo.plan import constants as k
 from fastgrpo.plan.choose import Plan, budgets, cost
 from fastgrpo.plan.job import Sizes
@@ -99,8 +99,7 @@ def _of_the_run(config: RunConfig, plan: Plan, layout: Layout) -> Iterator[Optio
     job, model = plan.job, plan.job.model
     groups = {"rollout.tensor_model_parallel_size": layout.tp, "actor.ulysses_sequence_parallel_size": layout.sp}
     for key, size in groups.items():
-        kv = model.kv_heads
-        fits = model.heads % (2 * size) == 0 and (kv % (2 * size) == 0 or 2 * size % kv == 0)
+        fits = heads_divide(2 * size, model.heads, model.kv_heads)
         own = config.rollout.name == "hf" and key.startswith("rollout")
         if layout.ranks_per_node % (2 * size) == 0 and fits and not own:
             yield key, 2 * size, SAME_NUMBERS

@@ -12,10 +12,11 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from fastgrpo.config import Layout, RunConfig
+from fastgrpo.config import Layout, RunConfig, heads_divide
 from fastgrpo.plan import constants as k
 from fastgrpo.plan.choose import Plan, choose
 from fastgrpo.plan.job import Job, Sizes
+from fastgrpo.plan.sizes import ModelSizes
 
 # Field of Settings -> option. head_chunk_gib alone has another unit.
 OPTIONS = {
@@ -29,6 +30,7 @@ OPTIONS = {
     "offload_during_rollout": "actor.fsdp.offload_during_rollout",
     "ref_offload_policy": "ref.offload_policy",
 }
+DECIDED = (*OPTIONS.values(), "rollout.kv_cache_gib", "rollout.tensor_model_parallel_size")
 # On a CPU; the head keeps its own default.
 _ON_CPU: dict[str, Any] = {
     "actor.max_tokens_per_gpu": 16384,
@@ -39,6 +41,7 @@ _ON_CPU: dict[str, Any] = {
     "actor.fsdp.offload_policy": False,
     "actor.fsdp.offload_during_rollout": False,
     "ref.offload_policy": False,
+    "rollout.tensor_model_parallel_size": 1,
 }
 
 
@@ -49,12 +52,27 @@ def settle(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -> t
     decided = {option: getattr(plan.settings, name) for name, option in OPTIONS.items()}
     decided["actor.head_chunk_gib"] = plan.settings.head_chunk_bytes / k.GIB
     decided["rollout.kv_cache_gib"] = plan.kv_bytes / k.GIB
+    decided["rollout.tensor_model_parallel_size"] = plan.job.tp
     return _fill(config, decided), plan
 
 
 def make_plan(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -> Plan:
-    """The fastest plan that fits, within what `config` leaves open; of a decided configuration, its own."""
-    return choose(Job.of(config, sizes, layout), given(config), gpu_bytes)
+    """The fastest plan that fits, within what `config` leaves open; of a decided configuration, its own. An engine gets
+    the fewest ranks with which a plan fits, and one where none does."""
+    layouts = (replace(layout, tp=tp) for tp in engine_sizes(config, sizes.model, layout))
+    plans = (choose(Job.of(config, sizes, each), given(config), gpu_bytes) for each in layouts)
+    least = next(plans)
+    if least.short_of("rollout") <= 0:  # no setting lowers training's peak and raises this one: more ranks are no help
+        return least
+    return next((plan for plan in plans if plan.fits), least)
+
+
+def engine_sizes(config: RunConfig, model: ModelSizes, layout: Layout) -> list[int]:
+    """Ranks that an engine may have, the fewest first: what is stated, else whatever the rules allow vLLM."""
+    if config.rollout.tensor_model_parallel_size is not None or config.rollout.name != "vllm":
+        return [layout.tp]
+    sizes = (size for size in range(1, layout.ranks_per_node + 1) if heads_divide(size, model.heads, model.kv_heads))
+    return [size for size in sizes if not layout.ranks_per_node % size and not layout.world % size]
 
 
 def settle_on_cpu(config: RunConfig) -> RunConfig:

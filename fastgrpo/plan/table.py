@@ -10,9 +10,7 @@ from fastgrpo.plan.advice import best_change
 from fastgrpo.plan.choose import Plan
 from fastgrpo.plan.job import Sizes
 from fastgrpo.plan.memory import Peak
-from fastgrpo.plan.settle import OPTIONS, make_plan
-
-_DECIDED = (*OPTIONS.values(), "rollout.kv_cache_gib")
+from fastgrpo.plan.settle import DECIDED, make_plan
 
 _COLUMNS = ("experiment", "GPUs", "GiB each", "training", "rollout", "cache holds", "host", "the plan decides")
 
@@ -46,14 +44,14 @@ def decision_lines(asked: RunConfig, settled: RunConfig) -> list[str]:
 def decisions(asked: RunConfig, settled: RunConfig) -> list[str]:
     return [
         f"{key}={_value(attrgetter(key)(settled))}"
-        for key in _DECIDED
+        for key in DECIDED
         if attrgetter(key)(asked) is None and attrgetter(key)(settled) is not None
     ]
 
 
 def markdown_row(name: str, asked: RunConfig, settled: RunConfig, plan: Plan) -> str:
     found = [text.removeprefix("actor.") for text in decisions(asked, settled)]
-    shown = [text for text in found if not text.endswith(("=false", "mlp_slices=1"))]
+    shown = [text for text in found if not text.endswith(("=false", "mlp_slices=1", "tensor_model_parallel_size=1"))]
     cells = (
         f"`{name}`",
         f"{plan.job.world}",

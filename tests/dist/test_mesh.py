@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo.checkpoint import save_model
 from fastgrpo.config import OptimConfig, RunConfig
+from fastgrpo.errors import UserError
 from fastgrpo.mesh import build_mesh, consecutive_groups, engine_slice, require_backends
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor
@@ -48,6 +49,20 @@ def test_engines_draw_every_request_once():
 def test_groups_are_consecutive():
     assert consecutive_groups(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert consecutive_groups(4, 4) == [[0, 1, 2, 3]] and consecutive_groups(2, 1) == [[0], [1]]
+
+
+def refusal_of_other_sizes():
+    try:
+        build_mesh("cpu", sp=1, tp=1 + dist.get_rank())
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_would_be_cut_differently_say_so(ranks):
+    """Each would wait for groups that the other never makes."""
+    for said in ranks(2).run(refusal_of_other_sizes):
+        assert "rank 0 was laid out as {'sp': 1, 'tp': 1, 'replicas': 1}, rank 1 as {'sp': 1, 'tp': 2" in said
 
 
 def coordinates(sp, tp):

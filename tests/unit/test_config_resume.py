@@ -10,10 +10,9 @@ import pytest
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.config.resume import changed_options
 from fastgrpo.plan import settle_on_cpu
-from fastgrpo.plan.settle import OPTIONS
+from fastgrpo.plan.settle import DECIDED
 
 OTHERS = {"actor.max_tokens_per_gpu": 4096, "actor.mlp_slices": 8, "actor.gradient_checkpointing": 2}
-DECIDED = (*OPTIONS.values(), "rollout.kv_cache_gib")
 
 
 def with_value(tree, path: str, value):

@@ -635,6 +635,14 @@ def test_layout_with_every_axis() -> None:
     assert "as many  tokens as fit" in open_budget and "the memory plan decides" in open_budget
 
 
+def test_ranks_of_an_engine_may_be_left_open() -> None:
+    layout = check(configured({TP: None, "trainer.n_gpus_per_node": 4}), 4)
+    assert (layout.tp, layout.engines) == (1, 4)
+    assert f"over 4, or more over fewer: {TP}=null: the plan decides" in "\n".join(layout.table())
+    alone = "\n".join(check(configured({TP: None}), 1).table())
+    assert "over 1 = 1 ranks / 1" in alone and "null" not in alone.split(TP)[1].splitlines()[0]
+
+
 def test_layout_checks_nothing() -> None:
     assert Layout.of(configured({"rollout.n": 1}), 1).samples_per_prompt == 1
 

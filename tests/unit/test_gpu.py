@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgrpo import gpu
+from fastgrpo import gpu, stages
 from fastgrpo.config import Layout, RunConfig
 from fastgrpo.plan import Sizes, explain, read_sizes, settle_on_cpu, with_option
 from fastgrpo.plan.constants import CUDA_CONTEXT, GIB
@@ -60,6 +61,58 @@ def test_a_plan_that_does_not_fit_warns_and_goes_on(
         settled, plan = settle(config)
     assert not plan.fits and settled.actor.fsdp.offload_policy is False
     assert "what helps most: actor.fsdp.offload_policy=true" in caplog.text and capsys.readouterr().out == ""
+
+
+class TestRanksOfAnEngine:
+    """Decided from the whole GPU and the cap alone: before the ranks are joined."""
+
+    @pytest.fixture(autouse=True)
+    def card(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
+
+    @staticmethod
+    def decide(world: int, device: str = "cuda", **options: Any) -> int | None:
+        config = with_option(RunConfig(), "actor.use_kl_loss", False)
+        for key, value in ({"actor__fsdp__offload_policy": True} | options).items():
+            config = with_option(config, key.replace("__", "."), value)
+        sizes = Sizes(replace(MODEL, heads=16, kv_heads=8, layers=1600), None)
+        settled = gpu.settle_engine(config, sizes, Layout.of(config, world), device)
+        return settled.rollout.tensor_model_parallel_size
+
+    def test_the_fewest_that_fit(self, capsys: pytest.CaptureFixture[str]) -> None:
+        found = [
+            self.decide(8),
+            self.decide(8, trainer__gpu_memory_gib=30.0),
+            self.decide(8, trainer__gpu_memory_gib=500.0),
+        ]
+        assert found == [4, 8, 4]  # 139 GiB of weights; no cap makes the GPU larger
+        assert "rollout.tensor_model_parallel_size=4" in capsys.readouterr().out
+
+    def test_a_stated_number_stays(self) -> None:
+        assert self.decide(8, rollout__tensor_model_parallel_size=2) == 2
+
+    def test_one_on_a_cpu_and_for_one_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(torch.cuda, "get_device_properties")
+        assert self.decide(8, device="cpu") == 1 and self.decide(1) == 1
+
+    def test_the_ranks_are_joined_as_decided(self, monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:
+        class Joined(Exception):
+            pass
+
+        def join(device_type: str, **sizes: int) -> None:
+            raise Joined(device_type, sizes)
+
+        def settle_engine(config: RunConfig, *given: Any) -> RunConfig:
+            return with_option(config, "rollout.tensor_model_parallel_size", 3)
+
+        monkeypatch.setattr(stages, "settle_engine", settle_engine)
+        monkeypatch.setattr(stages, "build_mesh", join)
+        config = with_option(with_option(RunConfig(), "model.path", str(tiny_model)), "trainer.device", "cpu")
+        config = with_option(with_option(config, "data.train_batch_size", 1), "trainer.max_steps", 1)
+        config = with_option(with_option(config, "data.max_prompt_length", 64), "data.max_response_length", 8)
+        with pytest.raises(Joined) as joined:
+            stages.build_stages(config, prompts=["Say hello."], reward=lambda response: 0.0)
+        assert joined.value.args == ("cpu", {"sp": 1, "tp": 3, "replicas": 1})
 
 
 def test_liger_counts_only_where_it_is_installed(fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

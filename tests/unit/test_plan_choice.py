@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from fastgrpo.compose import read_config
 from fastgrpo.config import Layout, RunConfig, build, check, loads_reference
-from fastgrpo.plan import Sizes, explain, read_sizes, settle, settle_on_cpu, with_option
+from fastgrpo.plan import Sizes, engine_sizes, explain, read_sizes, settle, settle_on_cpu, with_option
 from fastgrpo.plan.__main__ import main
 from fastgrpo.plan.advice import MORE_GPUS, OTHER_TRAINING, SAME_NUMBERS, best_change, changes
 from fastgrpo.plan.choose import Plan, budgets, cost
@@ -131,6 +132,7 @@ def test_on_a_cpu_everything_is_as_it_was() -> None:
     assert (actor.max_tokens_per_gpu, actor.gradient_checkpointing, actor.activation_offload) == (16384, 1, False)
     assert (actor.fsdp.reshard_after_forward, actor.fsdp.offload_policy) == (True, False)
     assert actor.fsdp.offload_during_rollout is False and settled.ref.offload_policy is False
+    assert settled.rollout.tensor_model_parallel_size == 1
     assert settled.rollout.kv_cache_gib is None and actor.head_chunk_gib is None  # 2 GiB and 256 MiB, by their owners
     long = settle_on_cpu(config_of(data__max_response_length=40_000))
     assert long.actor.max_tokens_per_gpu == 40_512
@@ -197,8 +199,43 @@ def test_the_change_that_helps_most(change: dict[str, Any], gpu: float, answer: 
 
 def test_the_engine_of_a_large_model_is_spread_over_ranks() -> None:
     config = config_of(**(FIXED | {"actor__fsdp__offload_policy": True, "actor__max_tokens_per_gpu": 2048}))
-    best = advised(config, 22.5, world=2, model=QWEN_7B)  # engine weights 14.2 GiB and the sync's buffers
+    settled, plan = planned(config, 22.5, world=2, model=QWEN_7B)  # engine weights 14.2 GiB and the sync's buffers
+    assert plan.fits and settled.rollout.tensor_model_parallel_size == 2
+    stated = with_option(config, "rollout.tensor_model_parallel_size", 1)
+    kept, plan = planned(stated, 22.5, world=2, model=QWEN_7B)
+    assert not plan.fits and kept.rollout.tensor_model_parallel_size == 1
+    best = advised(stated, 22.5, world=2, model=QWEN_7B)
     assert best.text == "rollout.tensor_model_parallel_size=2" and best.plan.fits
+
+
+def test_an_engine_gets_the_fewest_ranks_with_which_it_fits() -> None:
+    tp = "rollout.tensor_model_parallel_size"
+    assert planned(config_of(), 80, world=8)[0].rollout.tensor_model_parallel_size == 1  # any number would do
+    assert planned(config_of(), 4, world=8)[0].rollout.tensor_model_parallel_size == 1  # none does
+    config = config_of(actor__fsdp__offload_policy=True, rollout__kv_cache_gib=2.0)
+    large, sizes = replace(QWEN_7B, layers=200), []
+    for gib in (200, 100, 40):
+        settled, plan = planned(config, gib, world=8, model=large)
+        found = settled.rollout.tensor_model_parallel_size or 0
+        assert plan.fits and plan.job.tp == found
+        assert all(
+            not planned(with_option(config, tp, size), gib, 8, large)[1].fits for size in (1, 2, 4) if size < found
+        )
+        sizes.append(found)
+    assert sizes == [1, 2, 4]
+
+
+def test_ranks_of_an_engine_obey_the_rules() -> None:
+    def sizes(config: RunConfig, world: int, node: int, heads: int = 28, kv_heads: int = 4) -> list[int]:
+        model = replace(QWEN_7B, heads=heads, kv_heads=kv_heads)
+        return engine_sizes(config, model, Layout.of(config, world, node))
+
+    assert sizes(config_of(), 8, 8) == [1, 2, 4]  # 28 heads are not divided by 8
+    assert sizes(config_of(), 8, 8, heads=32) == [1, 2, 4, 8]  # 4 key-value heads, each of them twice
+    assert sizes(config_of(), 16, 2) == [1, 2]  # an engine stays inside its node
+    assert sizes(config_of(), 6, 6, heads=12, kv_heads=2) == [1, 2, 6]
+    assert sizes(config_of(rollout__tensor_model_parallel_size=2), 8, 8) == [2]
+    assert sizes(config_of(rollout__name="hf"), 8, 8) == [1]
 
 
 def test_parking_that_was_asked_for_makes_way_for_the_cpu_optimizer() -> None:
@@ -233,7 +270,8 @@ def _changes(config: RunConfig, gpu: float) -> list[Any]:
 
 
 def test_every_change_obeys_the_rules() -> None:
-    config = config_of(**FIXED, rollout__kv_cache_gib=8.0, trainer__n_gpus_per_node=4, reward__functions={})
+    stated = {"rollout__kv_cache_gib": 8.0, "rollout__tensor_model_parallel_size": 1}
+    config = config_of(**FIXED, **stated, trainer__n_gpus_per_node=4, reward__functions={})
     layout = Layout.of(config, 4)
     found = list(changes(config, Sizes(QWEN_7B, QWEN_7B), layout, 40 * GIB))
     assert {change.key for change in found} >= {
@@ -329,7 +367,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 
 def test_a_plan_that_does_not_fit_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=24")
+    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=22")
+    assert code == 0 and "rollout.tensor_model_parallel_size=2" in text.splitlines()[-1]
+    stated = ("trainer.gpu_memory_gib=22", "rollout.tensor_model_parallel_size=1")
+    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", *stated)
     assert code == 1 and "what helps most: rollout.tensor_model_parallel_size=2" in text
 
 
@@ -375,7 +416,7 @@ def test_nodes_are_those_of_a_job_of_so_many_ranks(
 ) -> None:
     arguments = ("--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=79")
     code, text = run(capsys, *arguments, "--nnodes", "2")
-    assert code == 0 and "over 16 = 16 ranks / " in text
+    assert code == 0 and "over 16, or more over fewer" in text
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert run(capsys, *arguments) == (0, text)
