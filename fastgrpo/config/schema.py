@@ -134,6 +134,8 @@ class RolloutConfig:
     dtype: Dtype = Dtype["auto"]  # engine weights; auto: as the trainer's compute
     max_logprob_gap: float = 0.1  # nats; mean |trainer - sampler| above it stops the run, and so does a signed
     # mean beyond 0.03 (or this, if less), whatever is set here: noise has no sign
+    check_weight_update: bool = False  # vllm, hf: at each waking compare a checksum of every tensor that was sent with
+    # that of what the engine holds, on all of its ranks; a difference stops the run with the names
     val_kwargs: ValidationSampling = field(default_factory=ValidationSampling)
 
 

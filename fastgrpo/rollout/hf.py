@@ -36,6 +36,7 @@ from fastgrpo.config import RunConfig, rollout_seconds
 from fastgrpo.errors import ConfigError
 from fastgrpo.mesh import Mesh
 from fastgrpo.records import Request, Rollout, Sampling
+from fastgrpo.rollout.checksums import WeightCheck
 from fastgrpo.rollout.engine import WeightExport, engine_dtype, reports_logprobs
 from fastgrpo.rollout.process_state import kept_process_state
 
@@ -55,6 +56,7 @@ class HfEngine:
         self._model.eval().requires_grad_(False)
         self._device = mesh.device
         self._end_ids = torch.tensor(end_ids, dtype=torch.int64, device=mesh.device)
+        self._check = WeightCheck(dtype) if config.rollout.check_weight_update else None
         self._max_rows = config.rollout.max_num_seqs
         self._max_seconds = rollout_seconds(config)
         self.info = {
@@ -71,8 +73,10 @@ class HfEngine:
             raise RuntimeError("The engine is awake already: `awake` does not nest.")
         if self._version != version:
             self._version = None  # until the load is complete
-            self._load(export())
+            self._load(export() if self._check is None else self._check.noting(export()))
             self._version = version
+        if self._check is not None:
+            self._check.compare(self._model.named_parameters())
         self._is_awake = True
         try:
             yield

@@ -26,18 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastgrpo.config import Layout, RunConfig, rollout_seconds
+from fastgrpo.config import RunConfig, rollout_seconds
 from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh
 from fastgrpo.records import Request, Rollout, Sampling
+from fastgrpo.rollout.checksums import BufferCheck, WeightCheck
 from fastgrpo.rollout.engine import WeightExport, engine_dtype, reports_logprobs
 from fastgrpo.rollout.process_state import kept_process_state
+from fastgrpo.rollout.vllm_arguments import engine_arguments
 from fastgrpo.rollout.vllm_draw import Drawn, draw, longest_first
-from fastgrpo.rollout.vllm_graphs import capture_sizes
-from fastgrpo.rollout.vllm_load import load_and_repack, load_in_place
-
-_GIB = 1 << 30
-_KV_CACHE_GIB = 2.0  # when nobody decides: on CUDA a run's memory plan does (fastgrpo/plan)
+from fastgrpo.rollout.vllm_load import held_weights, load_and_repack, load_in_place
 
 
 class VllmEngine:
@@ -52,10 +50,12 @@ class VllmEngine:
         self._max_seconds = rollout_seconds(config)
         self._max_num_seqs = config.rollout.max_num_seqs
         self._mesh = mesh
+        dtype = getattr(torch, engine_dtype(config, mesh.device.type))
+        self._check = WeightCheck(dtype, mesh.tp, mesh.tp_group) if config.rollout.check_weight_update else None
         self._is_awake = False
         self._version: int | None = None  # of the weights that the engine holds; None: none worth serving
         with kept_process_state(), warnings.catch_warnings(action="ignore", category=FutureWarning):
-            self._llm = llm_class(**_engine_arguments(config, mesh, model_dir))
+            self._llm = llm_class(**engine_arguments(config, mesh, model_dir))
         _keep_process_group(self._llm.llm_engine.engine_core)
         self.runner = "V2" if self._llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
         self.info = {
@@ -64,6 +64,8 @@ class VllmEngine:
             "model_runner": self.runner,
             "dtype": engine_dtype(config, mesh.device.type),
         }
+        if self._check is not None:
+            [self._buffers] = self._llm.apply_model(lambda model: BufferCheck(model.named_buffers()))
         self._sleep()
 
     @contextmanager
@@ -110,7 +112,7 @@ class VllmEngine:
             self._llm.wake_up(tags=["weights"])
         if self._version != version:
             self._version = None  # until the load is complete
-            self._load(export())
+            self._load(export() if self._check is None else self._check.noting(export()))
             self._version = version
         # Keys and values of older weights would be reused without an error.
         if not self._llm.reset_prefix_cache():
@@ -118,6 +120,8 @@ class VllmEngine:
         if self._on_cuda:
             torch.cuda.empty_cache()  # drops the staging of the load
             self._llm.wake_up(tags=["kv_cache"])
+        if self._check is not None:  # all memory is in its place now
+            self._compare(self._check)
 
     def _sleep(self) -> None:
         if not self._on_cuda:
@@ -136,6 +140,14 @@ class VllmEngine:
                 f"{len(unfed)} of the engine's parameters were given no value, {sorted(unfed)[0]} among them: "
                 "the exported names do not fit vLLM's model."
             )
+
+    def _compare(self, check: WeightCheck) -> None:
+        def compare(model: Any) -> None:
+            check.compare(held_weights(model), getattr(model, "packed_modules_mapping", None))
+            self._buffers.compare(model.named_buffers())
+
+        with torch.no_grad():
+            self._llm.apply_model(compare)
 
     def _sampling_params(self, request: Request, sampling: Sampling) -> Any:
         return self._params_class(
@@ -202,60 +214,6 @@ def _import_vllm(device_type: str) -> tuple[Any, Any, Any]:
             f"this run is on {device_type}: {remedy}, or set trainer.device."
         )
     return LLM, SamplingParams, RequestOutputKind.FINAL_ONLY
-
-
-def _engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[str, Any]:
-    rollout = config.rollout
-    on_cuda = mesh.device.type == "cuda"
-    max_model_len = Layout.of(config, mesh.world).max_model_len
-    arguments: dict[str, Any] = dict(
-        model=str(model_dir),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        trust_remote_code=config.model.trust_remote_code,
-        distributed_executor_backend="external_launcher",
-        worker_cls="fastgrpo.rollout.vllm_worker.NotingWorker",
-        tensor_parallel_size=mesh.tp,
-        disable_custom_all_reduce=True,
-        seed=config.trainer.seed + mesh.engine,  # equal inside a TP group, as its ranks must draw alike
-        dtype=engine_dtype(config, mesh.device.type),
-        max_model_len=max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        enforce_eager=rollout.enforce_eager,
-        enable_prefix_caching=True,
-        # The next step is planned while the device works on this one. It is always one step ahead, whatever the clock
-        # says, so that the ranks of a TP group plan alike.
-        async_scheduling=on_cuda,
-        logprobs_mode="processed_logprobs",  # after the temperature
-        generation_config="vllm",  # the checkpoint's sampling defaults change nothing silently
-        enable_sleep_mode=on_cuda,
-        kv_cache_memory_bytes=int((rollout.kv_cache_gib or _KV_CACHE_GIB) * _GIB),
-    )
-    if not on_cuda:
-        return arguments | dict(
-            enforce_eager=True,  # a compiled graph would keep the packed weights of the first load
-            # The first piece of a split prompt rewinds its request's generator, which CPU generators cannot do.
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(rollout.max_num_batched_tokens, max_model_len),
-        )
-    free, total = torch.cuda.mem_get_info(mesh.device)
-    # The share of the whole GPU decides nothing beside an explicit cache size, but is checked against what is free.
-    return arguments | dict(
-        compilation_config=_compilation(config, mesh.engines),
-        gpu_memory_utilization=0.9 * free / total,
-        # Logits stored in bfloat16 are off by hundredths of a nat.
-        hf_overrides={"head_dtype": "float32"},
-    )
-
-
-def _compilation(config: RunConfig, engines: int) -> dict[str, Any]:
-    """vLLM fuses some kernels side by side where a timing says that it pays. torch's deterministic mode, under which
-    the engine is built too, refuses a choice by the clock with an error: two starts could compile two programs."""
-    graphs: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(config, engines)}
-    if config.trainer.deterministic:
-        graphs["inductor_compile_config"] = {"combo_kernels": False, "benchmark_combo_kernel": False}
-    return graphs
 
 
 def _keep_process_group(core_client: Any) -> None:

@@ -1,10 +1,11 @@
-"""New weights into the model that vLLM serves, in place. Which weights, and when, is vllm.py's business."""
+"""New weights into the model that vLLM serves, in place, and back out of it. Which, and when, is vllm.py's business."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -28,3 +29,22 @@ def load_and_repack(model: Any, weights: Iterator[tuple[str, Tensor]], model_con
         if isinstance(module, ParallelLMHead):  # one tied to the embedding is not loaded, so not packed again
             module.quant_method.process_weights_after_loading(module)
     return names - loaded
+
+
+def held_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters under vLLM's names, a tied one once. A matrix that was packed for a CPU's GEMM is read
+    back as its product with the identity, which is exact: every sum has one term that is not zero."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full_name = f"{module_name}.{name}" if module_name else name
+            if names[id(parameter)] == full_name:
+                packed = name == "weight" and not parameter.numel() and hasattr(module, "cpu_linear")
+                yield full_name, _unpacked(module, parameter) if packed else parameter
+
+
+def _unpacked(module: Any, emptied: Tensor) -> Tensor:
+    """[rows, columns] of a linear layer of vLLM whose weight was packed and emptied."""
+    columns = getattr(module, "input_size_per_partition", None) or module.input_size
+    identity = torch.eye(columns, dtype=emptied.dtype, device=emptied.device)
+    return module.cpu_linear(identity, emptied, None).t()

@@ -88,6 +88,14 @@ def test_the_gate_lets_the_honest_engine_pass(
     assert bool(others) == (not cut)  # probes are in no metric but the gate's
 
 
+def test_checksums_name_what_the_gate_can_only_suspect(tiny_model: Path, mesh: object) -> None:
+    checked = {"top_p": 0.9, "check_weight_update": True}
+    rows, reason = run(config_of(tiny_model, "faulty_engines:OneLayerRenamedHf", **checked), 2)
+    assert rows == [] and "in 2 of 27 tensors: model.layers.0.mlp.down_proj.weight, model.layers.1.mlp.down_" in reason
+    rows, reason = run(config_of(tiny_model, "hf", **checked), 2)
+    assert reason == "" and len(rows) == 2
+
+
 def test_a_penalty_is_looked_past(tiny_model: Path, mesh: object) -> None:
     config = config_of(tiny_model, "faulty_engines:OneLayerRenamedHf", repetition_penalty=1.3)
     check_stopped(run(config, 2), "OneLayerRenamed")

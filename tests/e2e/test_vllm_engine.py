@@ -134,6 +134,7 @@ def serve(connection, folder, ahead):
     config = RunConfig()
     config.data.max_prompt_length, config.data.max_response_length = 256, 64
     config.rollout.max_num_seqs, config.rollout.max_num_batched_tokens, config.rollout.kv_cache_gib = 16, 256, 0.125
+    config.rollout.check_weight_update = True
     torch.set_num_threads(1)
     mesh = build_mesh("cpu", sp=1, tp=1)
     before = process_state()
@@ -260,6 +261,33 @@ def check_cut(host):
         assert rollout.seconds >= max(r.seconds for r in on_time) > 0
 
 
+def check_checksums(host):
+    """Matrices are packed by now. One rounding step in one element is found, and so are two layers exchanged."""
+    engine, load, seen = host.engine, host.engine._load, []
+    pair = ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight")
+
+    def changed(weights):
+        for name, tensor in weights:
+            if name == pair[0]:
+                tensor = tensor.clone()
+                tensor[7, 5] = torch.nextafter(tensor[7, 5], torch.tensor(9.0))
+            seen.append(name)
+            yield name, tensor
+
+    def renamed(weights):
+        return ((dict(zip(pair, pair[::-1], strict=True)).get(name, name), tensor) for name, tensor in weights)
+
+    for version, fault, names in ((20, changed, pair[:1]), (21, renamed, pair)):
+        engine._load = lambda weights, fault=fault: load(fault(weights))
+        found = rf"in {len(names)} of {len(dict(host.model.named_parameters()))} tensors: {', '.join(names)}\. "
+        with pytest.raises(RuntimeError, match=found):
+            engine.awake(export_of(host.model), version).__enter__()
+    assert len(seen) == len(set(seen)) == len(dict(host.model.named_parameters()))
+    del engine._load
+    with engine.awake(export_of(host.model), 22):
+        pass
+
+
 def check_process(host):
     assert host.before == host.after
     before = process_state()
@@ -336,6 +364,10 @@ def test_logprobs_equal_a_float32_forward(run):
 
 def test_new_weights_and_back(run):
     run(check_sync)
+
+
+def test_what_arrived_is_compared_with_what_was_sent(run):
+    run(check_checksums)
 
 
 def test_seeds(run):

@@ -30,6 +30,7 @@ def rank_main(rank, port, tp, folder, queue):
     config.data.max_prompt_length, config.data.max_response_length = 256, 64
     config.rollout.max_num_seqs, config.rollout.kv_cache_gib = 16, 0.125
     config.rollout.tensor_model_parallel_size = tp
+    config.rollout.check_weight_update = True
     engine = build_engine(config, mesh, Path(folder), (END, 11))
     for version, model in enumerate((llama(0), llama(1), llama(0))):
         with engine.awake(export_of(model), version):
@@ -41,6 +42,10 @@ def rank_main(rank, port, tp, folder, queue):
         queue.put(
             (version, rank, [(r.uid, r.sample, r.response_ids.tolist(), r.sampler_logprobs.tolist()) for r in sampled])
         )
+    if tp == 2:  # on one rank's clock alone time is up
+        engine._max_seconds = 1e-9 if rank else 1e9
+        with engine.awake(export_of(llama(0)), 2):
+            assert {r.finish_reason for r in engine.generate(requests_for(PROMPTS, max_tokens=40), AT_1)} >= {"time"}
     engine.close()
     mesh.barrier()
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"

@@ -104,6 +104,7 @@ SKIPS: dict[str, tuple[Options, Any]] = {"actor.max_skipped_updates": (LOSS, 5)}
 ELSEWHERE = {  # memory, speed, layout, limits: test_memory_options, test_plan_*, test_parity, test_gate and others
     *("rollout.tensor_model_parallel_size", "rollout.max_model_len", "rollout.max_num_seqs", "rollout.sleep_level"),
     *("rollout.max_num_batched_tokens", "rollout.kv_cache_gib", "rollout.enforce_eager", "rollout.max_logprob_gap"),
+    "rollout.check_weight_update",
     *("actor.max_tokens_per_gpu", "actor.micro_batch_size_per_gpu", "actor.ulysses_sequence_parallel_size"),
     *("actor.head_chunk_gib", "actor.use_liger", "actor.gradient_checkpointing", "actor.activation_offload"),
     "actor.use_torch_compile",

@@ -7,6 +7,7 @@ it holds, or with the one that its prefix cache remembers. It decodes a token a 
 import random
 import sys
 from collections import deque
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from fastgrpo.config import RunConfig
 from fastgrpo.errors import ConfigError, UserError
-from fastgrpo.mesh import consecutive_groups
+from fastgrpo.mesh import build_mesh, consecutive_groups
 from fastgrpo.records import Request, Sampling
 from fastgrpo.rollout import build_engine, vllm_draw
 from fastgrpo.rollout.engine import sample_seed
@@ -152,6 +153,10 @@ def mesh_of(rank, world=1, tp=1, device="cuda"):
 
 @pytest.fixture
 def fake_vllm(monkeypatch):
+    return install_fake_vllm(monkeypatch)
+
+
+def install_fake_vllm(monkeypatch):
     package, platforms = ModuleType("vllm"), ModuleType("vllm.platforms")
     params = ModuleType("vllm.sampling_params")
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
@@ -184,7 +189,7 @@ def requests(prompts=((1, 2), (3,)), n=2, step=1):
     return [Request(str(ids), s, 0, ids, sample_seed(0, step, 0, str(ids), s), 4) for ids in prompts for s in range(n)]
 
 
-def test_level_2_cycle_wakes_loads_resets_in_this_order_and_loses_nothing(fake_vllm, tmp_path):
+def test_level_2_cycle_wakes_loads_resets_in_this_order(fake_vllm, tmp_path):
     engine = build(tmp_path)
     llm = engine._llm
     assert llm.calls == ["sleep(2)"]  # built, then out of the trainer's way
@@ -192,7 +197,6 @@ def test_level_2_cycle_wakes_loads_resets_in_this_order_and_loses_nothing(fake_v
     for version in (0, 0, 1):  # dropped weights are loaded again even when the version did not change
         llm.calls.clear()
         with engine.awake(weights(7 + version), version):
-            assert torch.equal(llm.model.frequencies, torch.tensor([1.0, 0.1]))
             answers.append([r.response_ids.tolist() for r in engine.generate(requests(), AT_1)])
         drawing = ["start_notes", "take_notes"]
         assert llm.calls == ["wake(weights)", "load", "reset", "wake(kv_cache)", *drawing, "sleep(2)"]
@@ -237,6 +241,31 @@ def test_a_parameter_without_a_value_is_named(fake_vllm, tmp_path):
     engine = build(tmp_path)
     with pytest.raises(RuntimeError, match=r"given no value, weight among them"), engine.awake(lambda: iter([]), 0):
         pass
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_what_the_engine_holds_is_compared_when_all_its_memory_is_there(fake_vllm, tmp_path, level):
+    engine = build(tmp_path, sleep_level=level, check_weight_update=True)
+    llm = engine._llm
+    llm.saved = torch.tensor([1.0, 0.1])
+    wake_up, damaged = llm.wake_up, []
+    llm.wake_up = lambda tags: wake_up(tags) or [llm.model.weight[1].add_(1) for tag in tags if tag in damaged]
+    for version in (0, 0, 1):
+        with engine.awake(weights(7 + version), version):
+            assert llm.calls[-2:] == ["wake(kv_cache)", "load"]  # the last: apply_model, for the comparison
+    damaged.append("kv_cache")
+    with pytest.raises(RuntimeError, match=r"other bits than it was sent in 1 of 1 tensors: weight"):
+        engine.awake(weights(8), 1).__enter__()
+
+
+def test_a_buffer_that_deep_sleep_lost_is_named(fake_vllm, tmp_path):
+    """vLLM brings the buffers back itself; this one forgets to."""
+    engine = build(tmp_path, check_weight_update=True)
+    with engine.awake(weights(7), 0):
+        pass
+    engine._llm.saved = torch.full((2,), float("nan"))
+    with pytest.raises(RuntimeError, match=r"1 of the engine's 1 buffers .* built: frequencies\. .*sleep_level=1"):
+        engine.awake(weights(7), 0).__enter__()
 
 
 def test_every_rank_iterates_the_export_to_its_end(fake_vllm, tmp_path):
@@ -314,6 +343,30 @@ def test_a_rollout_past_its_time_is_cut_with_what_it_has_drawn(fake_vllm, tmp_pa
         assert full.finish_reason == "length" and full.truncated
 
 
+def cut_on_a_rank(folder, tp, overdue):
+    """What this rank's engine hands back when the clock of rank `overdue` alone says that time is up."""
+    ranks = build_mesh("cpu", sp=1, tp=tp)
+    mesh = mesh_of(ranks.rank, world=2, tp=tp)
+    mesh.tp_group = ranks.tp_group
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install_fake_vllm(monkeypatch)
+        monkeypatch.setattr(vllm_draw, "STEPS_A_LOOK", 2)
+        engine = build(folder, mesh, max_seconds=1e-9 if ranks.rank == overdue else 1e9)
+        with engine.awake(weights(7), 0):
+            drawn = engine.generate(requests(), AT_1)
+    return [(rollout.finish_reason, rollout.response_ids.tolist()) for rollout in drawn]
+
+
+@pytest.mark.parametrize("overdue", [0, 1])
+def test_the_ranks_of_an_engine_cut_together(ranks, tmp_path, overdue):
+    """Or one would wait in a decode step for ever. Engines of their own go by their own clocks."""
+    first, second = ranks(2).run(cut_on_a_rank, tmp_path, 2, overdue)
+    assert first == second and {reason for reason, _ in first} == {"time"}
+    apart = ranks(2).run(cut_on_a_rank, tmp_path, 1, overdue)
+    assert {reason for reason, _ in apart[overdue]} == {"time"}
+    assert {reason for reason, _ in apart[1 - overdue]} == {"length"}
+
+
 def test_steps_planned_ahead_change_no_answer_and_none_is_left_when_the_engine_sleeps(fake_vllm, tmp_path):
     answers = []
     for ahead in (True, False):
@@ -324,6 +377,20 @@ def test_steps_planned_ahead_change_no_answer_and_none_is_left_when_the_engine_s
         assert not engine._llm.llm_engine.queue
     assert answers[0] == answers[1] == answers[2] == answers[3]
     assert all(len(answer) == 4 for answer in answers[0])
+
+
+def test_more_requests_than_slots_begin_with_the_longest_expected(fake_vllm, tmp_path):
+    expecting = [
+        replace(request, expected_tokens=guess) for request, guess in zip(requests(), (5, 9, 0, 9), strict=True)
+    ]
+    orders, answers = [], []
+    for slots in (3, 4):
+        engine = build(tmp_path, max_num_seqs=slots)
+        with engine.awake(weights(7), 0):
+            answers.append([(r.uid, r.sample, r.response_ids.tolist()) for r in engine.generate(expecting, AT_1)])
+        orders.append(engine._llm.llm_engine.order)
+    assert orders == [["1", "3", "0", "2"], ["0", "1", "2", "3"]]
+    assert answers[0] == answers[1] and [row[:2] for row in answers[0]] == [(r.uid, r.sample) for r in expecting]
 
 
 def test_notes_come_apart_by_request_also_through_preemption_and_unfinished_prompts():
