@@ -33,10 +33,11 @@ from tqdm import tqdm
 from fastgrpo.checkpoint import FINISHED, Start
 from fastgrpo.checkpoint.disk import sync_file, write_durably
 from fastgrpo.config import RunConfig, to_document
+from fastgrpo.errors import ConfigError
 from fastgrpo.evaluate import Validation
 from fastgrpo.history import History, go_back
 from fastgrpo.mesh import Mesh
-from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, write_row
+from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, row_text
 from fastgrpo.records import StepRecord
 from fastgrpo.run_files import RunFiles
 from fastgrpo.val_metrics import in_words
@@ -59,7 +60,10 @@ class Report:
         self._loggers: list[Logger] = []
         self._files = RunFiles(self.folder)
         if self._on:
-            self._open(start, provenance)
+            try:
+                self._open(start, provenance)
+            except OSError as error:
+                raise ConfigError(f"{self.folder} cannot be written to: {error}; mend it, and start again") from error
         self._bar = tqdm(
             total=total_steps, initial=start.step, unit="step", disable=None if self._on else True, leave=False
         )
@@ -72,9 +76,10 @@ class Report:
             best_mode = str(trainer.best_mode)
             self._history = go_back(self.folder, start.step, validated=_validated(start), best_mode=best_mode)
         self._write_config()
-        (self.folder / "engine.json").write_text(json.dumps(provenance["engine"], indent=1) + "\n")
-        with (self.folder / "starts.jsonl").open("a", encoding="utf-8") as file:
-            write_row(file, provenance)
+        write_durably(self.folder / "engine.json", json.dumps(provenance["engine"], indent=1) + "\n")
+        starts = self.folder / "starts.jsonl"
+        before = starts.read_text(encoding="utf-8", errors="replace") if starts.exists() else ""
+        write_durably(starts, before[: before.rfind("\n") + 1] + row_text(provenance))  # without half a row
         self._rows = JsonlFile(metrics)
         self._loggers.append(self._rows)
         if "tensorboard" in trainer.logger:
@@ -84,7 +89,7 @@ class Report:
 
     def _write_config(self) -> None:
         document = yaml.safe_dump(to_document(self._config), allow_unicode=True, sort_keys=False)
-        (self.folder / "config.yaml").write_text(document)
+        write_durably(self.folder / "config.yaml", document)
 
     def _look_for_the_folder(self, step: int) -> None:
         if self._files.went_away(step):

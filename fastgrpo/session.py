@@ -134,11 +134,25 @@ class Session:
             if error is not None:
                 self._stop(error)
             self._saver.wait()
-            self._close(finished=error is None and not self._run.config.trainer.val_only)
+            lost = error is None and self._lost()
+            self._close(finished=error is None and not lost and not self._run.config.trainer.val_only)
             if error is not None:
                 self._run.stages.mesh.barrier()  # the first that ends takes the others with it
         if error is not None:
             self._run.close()
+        if lost:
+            raise OSError(
+                "the last checkpoint could not be saved (the reason is above) and trainer.save_final=false: nothing "
+                "keeps what was trained since the one before; make room, and trainer.resume=auto goes on from that: "
+                f"{self.report.folder}"
+            )
+
+    def _lost(self) -> bool:
+        """Whether all steps are done and neither a checkpoint nor a model is to keep the last of them."""
+        trainer, mesh = self._run.config.trainer, self._run.stages.mesh
+        if trainer.val_only or trainer.save_final or trainer.save_freq <= 0:
+            return False
+        return mesh.broadcast(self._saver.complete != self._run.steps_done)
 
     def _close(self, *, finished: bool, written: bool = True) -> None:
         self._say_failures()

@@ -10,14 +10,17 @@ workers: 75 when they have saved and want to be started again, 2 for a mistake o
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 STATUS_FILE = "FASTGRPO_STATUS_FILE"  # set for the workers
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+AGAIN = 75  # exit status of a run that wants to be started again (EX_TEMPFAIL)
 SHUTDOWN_S = 120  # as trainer.shutdown_timeout_s; whoever sets that sets TORCH_ELASTIC_SHUTDOWN_TIMEOUT too
 
 
@@ -33,9 +36,12 @@ def main(argv: Sequence[str]) -> int:
         try:
             run.main(list(argv))
         except SignalException as error:
-            return _status(file) or 128 + error.sigval
+            return abs(_status(file)) or 128 + error.sigval
         except ChildFailedError as error:
-            status = _status(file) or max(failure.exitcode for failure in error.failures.values())
+            codes = [failure.exitcode for failure in error.failures.values()]
+            status = _status(file)
+            if status <= 0:  # -AGAIN: torchrun has ended the others while they loaded; what failed first counts
+                status = max([code for code in codes if code != AGAIN] or codes)
             if status == 1:
                 raise  # the workers' traceback is above, torchrun's summary of it below
             return status if status > 0 else 128 - status
@@ -53,8 +59,31 @@ def set_defaults(environ: MutableMapping[str, str]) -> None:
         environ.update(dict.fromkeys(names, given))
 
 
+@contextmanager
+def loading(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Of a worker: inside the block there is no run yet that could be saved, and a signal ends it with the status that
+    asks to be started again."""
+    here = os.getpid()
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != here:  # a child that was forked meanwhile
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        leave_status(-AGAIN, environ)
+        os.write(2, f"stopped by {signal.Signals(signum).name} before the run began: start it again\n".encode())
+        os._exit(AGAIN)  # at once: what is being loaded may not like to be interrupted
+
+    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def _status(file: Path) -> int:
-    """0 where no worker left one, or had no room for it."""
+    """0 where no worker left one, or had no room for it; -AGAIN of one that was stopped while it loaded."""
     return int(file.read_text() or 0) if file.exists() else 0
 
 

@@ -15,7 +15,7 @@ from fastgrpo.compose import list_experiments, list_presets, read_config
 from fastgrpo.config import RunConfig, check
 from fastgrpo.errors import UserError
 from fastgrpo.paths import check_run_dir
-from fastgrpo.torchrun import leave_status
+from fastgrpo.torchrun import leave_status, loading
 
 MISUSE = 2  # exit status after a mistake of the user
 INTERRUPTED = 130
@@ -55,13 +55,15 @@ def run(argv: Sequence[str]) -> int:
     check_run_dir(config.trainer.run_dir)
     console.say("\n".join([*layout.table(), rewards_line(config)]))
 
-    from fastgrpo.checkpoint import check_resume  # brings torch
-    from fastgrpo.stopping import Stopped
-    from fastgrpo.trainer import Trainer
+    with loading(os.environ):
+        from fastgrpo.checkpoint import check_resume  # brings torch
+        from fastgrpo.stopping import Stopped
+        from fastgrpo.trainer import Trainer
 
-    check_resume(config)
+        check_resume(config)
+        trainer = Trainer(config)
     try:
-        Trainer(config).run()
+        trainer.run()
     except Stopped as stop:  # it has said what it saved
         return stop.exit_code
     return 0

@@ -13,11 +13,16 @@ PART = ".part"  # ends the name of what is being written
 def write_durably(path: Path, text: str) -> None:
     """All of `text` or, after a crash, what was there before."""
     aside = path.with_name(path.name + PART)
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 

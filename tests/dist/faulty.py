@@ -213,6 +213,18 @@ def full_disk_from_step_2_and_stopped() -> None:
     _before(saver, "write_shard", _full_disk_at(2, 99))
 
 
+def full_disk_in_the_last_checkpoint() -> None:
+    from fastgrpo.checkpoint import saver
+
+    _before(saver, "write_shard", _full_disk_at(4, 4))
+
+
+def full_disk_at_the_start() -> None:
+    from fastgrpo import report
+
+    _before(report, "write_durably", _full_disk_at(1, 1))
+
+
 def full_disk_at_step_2_and_stopped_in_step_3() -> None:
     """There is room again when the run is told to stop."""
     from fastgrpo import trainer

@@ -169,3 +169,25 @@ def test_a_model_that_will_not_fit_is_refused_before_training(
     assert run.wait() == [2]
     assert "trainer.save_final: the trained model takes 0.00" in run.output() and list(tmp_path.iterdir()) == []
     runs.start(1, document(tmp_path, tiny_model, trainer__save_final=False), faults="no_room_for_the_model").finish()
+
+
+def test_a_run_whose_last_checkpoint_is_lost_is_not_finished(
+    runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Without a final model nothing would hold its last step. Then a start on a full disk, which changes nothing."""
+    configured = document(tmp_path, tiny_model, trainer__save_final=False, trainer__logger=["console"])
+    lost = runs.start(2, configured, faults="full_disk_in_the_last_checkpoint")
+    assert 1 in lost.wait()
+    assert "OSError: the last checkpoint could not be saved" in lost.output()
+    [run] = tmp_path.glob("run-*")
+    assert not (run / "finished").exists()
+    before = {name: (run / name).read_text() for name in ("config.yaml", "engine.json", "starts.jsonl")}
+    full = runs.start(1, configured, faults="full_disk_at_the_start")
+    assert full.wait() == [2] and f"{run} cannot be written to: [Errno 28] No space left" in full.output()
+    assert before == {name: (run / name).read_text() for name in before}
+    with (run / "starts.jsonl").open("a") as file:
+        file.write('{"half a row')
+    resumed = runs.start(1, configured)
+    resumed.finish()
+    assert "after step 3 of 4" in resumed.output() and (run / "finished").read_text() == "4\n"
+    assert [json.loads(line)["layout"]["world"] for line in (run / "starts.jsonl").read_text().splitlines()] == [2, 1]

@@ -65,6 +65,43 @@ def test_a_signal_reaches_the_ranks_and_their_status_comes_back(tmp_path: Path) 
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_a_signal_while_the_run_is_loaded_asks_for_another_start(
+    ranks: int, signum: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        f"import time\nopen('{tmp_path}/up', 'w').close()\ntime.sleep(60)\ndef compute_score(response): ...\n"
+    )
+    command = [
+        *(sys.executable, "-m", "fastgrpo.train", "+exp=quickstart", f"model.path={tiny_model}", "rollout.name=hf"),
+        *("trainer.device=cpu", f"trainer.n_gpus_per_node={ranks}", "reward.functions.answer.kind=custom"),
+        f"reward.functions.answer.path={tmp_path}/slow.py",
+    ]
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True)
+    until(lambda: (tmp_path / "up").exists() or job.poll() is not None)
+    job.send_signal(signum)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 75, errors
+    assert f"stopped by {signal.Signals(signum).name} before the run began" in errors
+
+
+@pytest.mark.slow
+def test_a_failure_while_the_run_is_loaded_is_one(tmp_path: Path) -> None:
+    """torchrun ends the other rank by SIGTERM, which would ask for another start."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from fastgrpo.torchrun import loading\n"
+        "with loading(os.environ):\n"
+        "    time.sleep(1)\n"
+        "    sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "fastgrpo.torchrun", "--standalone", "--nproc-per-node=2", str(script)]
+    job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    assert job.returncode == 3 and "before the run began" in job.stderr
+
+
 def test_defaults_in_both_spellings() -> None:
     environ = {"PATH": "/bin", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "500"}
     set_defaults(environ)
