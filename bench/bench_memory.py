@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from fastgrpo import Trainer, console
+from fastgrpo import Trainer, console, host_memory
 from fastgrpo.compose import read_config
 from fastgrpo.errors import UserError
 from fastgrpo.plan import Plan, with_option
@@ -146,8 +146,7 @@ class HostMemory:
 
 
 def available_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return host_memory.available_bytes() or 0
 
 
 def _largest(records: Sequence[StepRecord], key: str) -> float | None:

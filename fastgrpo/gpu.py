@@ -1,7 +1,8 @@
-"""The GPU memory that a run may use, and the plan made for it: where fastgrpo/plan meets the device.
+"""The memory that a run may use, and the plan made for it: where fastgrpo/plan meets the device and its host.
 
     whole memory, trainer.gpu_memory_gib      -->  ranks of an engine, before the ranks are joined
     mem_get_info, trainer.gpu_memory_gib  -->  bytes that every rank has  -->  plan  -->  configuration, decided
+    host_memory.read, trainer.host_memory_gib -->  bytes that every node has  ---^
 
 All ranks take the same decisions, from the least that any of them finds: the micro-batches and the sharded state must
 be cut alike. With trainer.gpu_memory_gib torch's allocator is capped too, so that a run on a larger GPU shows what it
@@ -17,12 +18,14 @@ from contextlib import contextmanager
 
 import torch
 
-from fastgrpo import console
+from fastgrpo import console, host_memory
 from fastgrpo.config import Layout, RunConfig
+from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh
 from fastgrpo.plan import (
     Plan,
     Sizes,
+    advice_line,
     decision_lines,
     engine_sizes,
     explain,
@@ -33,6 +36,7 @@ from fastgrpo.plan import (
     with_option,
 )
 from fastgrpo.plan.constants import CUDA_CONTEXT, GIB
+from fastgrpo.plan.memory import pinned_state
 from fastgrpo.policy import liger
 
 log = logging.getLogger("fastgrpo")
@@ -58,13 +62,21 @@ def settle_engine(config: RunConfig, sizes: Sizes, layout: Layout, device_type: 
 
 def settle_memory(config: RunConfig, sizes: Sizes, layout: Layout, mesh: Mesh) -> tuple[RunConfig, Plan | None]:
     """`config` with every open option of memory decided, and the plan (None on a CPU). A collective; to be called
-    before anything lies on the device. Prints the plan, and what would help if it does not fit: it is a prediction,
-    so the run goes on."""
+    before anything lies on the device. Prints the plan, and what would help if it does not fit on GPU or host: it is a
+    prediction, so the run goes on. Raises UserError only where a node has less memory than is pinned there."""
     if mesh.device.type != "cuda":
         return settle_on_cpu(config), None
     gpu_bytes = min(mesh.gather(_usable(config, mesh.device)))
     config = _as_installed(config)
+    config, host_total = _with_host(config, layout, mesh)
     settled, plan = settle(config, sizes, layout, gpu_bytes)
+    pinned = pinned_state(plan.job, plan.settings)
+    if host_total is not None and pinned > host_total:
+        helps = advice_line(config, sizes, layout, gpu_bytes, "host")
+        raise UserError(
+            f"masters and optimizer state that go to host memory take {pinned / GIB:.1f} GiB of a node, which has "
+            f"{host_total / GIB:.1f} GiB: the run would be killed; {helps}"
+        )
     if plan.fits:
         console.say("\n".join([*memory_lines(plan), *decision_lines(config, settled)]))
     elif mesh.is_main:
@@ -75,6 +87,20 @@ def settle_memory(config: RunConfig, sizes: Sizes, layout: Layout, mesh: Mesh) -
 def _as_installed(config: RunConfig) -> RunConfig:
     missing = config.actor.use_liger and not liger.is_installed()
     return with_option(config, "actor.use_liger", False) if missing else config
+
+
+def _with_host(config: RunConfig, layout: Layout, mesh: Mesh) -> tuple[RunConfig, int | None]:
+    """`config` with trainer.host_memory_gib, if that is open, set to what the fullest of all nodes has left for its
+    ranks (what they have taken already is in the plan), and the least total of a node; None where nobody knows."""
+    here = host_memory.read()
+    found = mesh.gather(here and (here.total, here.available + layout.ranks_per_node * host_memory.own_bytes()))
+    known = [memory for memory in found if memory is not None]
+    if not known:
+        return config, None
+    total, left = (min(sizes) for sizes in zip(*known, strict=True))
+    if config.trainer.host_memory_gib is None:
+        config = with_option(config, "trainer.host_memory_gib", round(min(left, total) / GIB, 3))
+    return config, total
 
 
 def _usable(config: RunConfig, device: torch.device) -> int:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.checkpoint import host_memory
+from fastgrpo import host_memory
 from fastgrpo.checkpoint.checksum import write_list
 from fastgrpo.checkpoint.disk import PART, free_bytes, remove_tree
 from fastgrpo.checkpoint.folders import Manifest, commit, step_folder, tidy

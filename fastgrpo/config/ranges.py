@@ -74,6 +74,7 @@ ABOVE_0 = (
     "rollout.kv_cache_gib",
     "actor.head_chunk_gib",
     "trainer.gpu_memory_gib",
+    "trainer.host_memory_gib",
     "rollout.max_logprob_gap",
     "rollout.val_kwargs.top_p",
     "actor.loss_scale_factor",

@@ -265,6 +265,7 @@ class TrainerConfig:
     n_gpus_per_node: int = 1  # processes; more than one and a bare start: the program starts itself again
     device: Device = Device["auto"]
     gpu_memory_gib: float | None = None  # GiB of a GPU to plan for and to stay within; default: all that it has
+    host_memory_gib: float | None = None  # GiB of a node's host memory to plan for; default (CUDA): what is left there
     max_steps: int | None = None  # default: total_epochs over the data
     total_epochs: int = 1
     seed: int = 0

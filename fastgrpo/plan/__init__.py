@@ -14,12 +14,13 @@ from fastgrpo.plan.choose import Plan
 from fastgrpo.plan.job import Sizes
 from fastgrpo.plan.settle import engine_sizes, make_plan, settle, settle_on_cpu, with_option
 from fastgrpo.plan.sizes import ModelSizes, read_sizes
-from fastgrpo.plan.table import decision_lines, explain, memory_lines
+from fastgrpo.plan.table import advice_line, decision_lines, explain, memory_lines
 
 __all__ = [
     "ModelSizes",
     "Plan",
     "Sizes",
+    "advice_line",
     "decision_lines",
     "engine_sizes",
     "explain",

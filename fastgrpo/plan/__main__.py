@@ -21,12 +21,13 @@ from fastgrpo.plan.constants import CARDS_GIB, GIB
 from fastgrpo.plan.job import Sizes
 from fastgrpo.plan.settle import settle
 from fastgrpo.plan.sizes import ModelSizes, read_sizes
-from fastgrpo.plan.table import decision_lines, explain, gib, markdown_head, markdown_row, memory_lines
+from fastgrpo.plan.table import decision_lines, explain, gib, markdown_head, markdown_row, memory_lines, verdict
 
 MISUSE = 2
 USAGE = """usage: python -m fastgrpo.plan [--shapes FOLDER] [--nnodes N] [--markdown] +exp=NAME [key=value ...]
 
 trainer.gpu_memory_gib=80   the GPUs to plan for; without it, every usual card is tried
+trainer.host_memory_gib=512 the host memory of a node to plan for; without it, the plan only says what it takes
 --shapes FOLDER             look for the model's config.json in FOLDER/MODEL first (model.path=owner/MODEL), for hosts
                             without the hub; model.path may also be a folder that holds config.json alone
 --nnodes N                  N nodes of trainer.n_gpus_per_node GPUs each
@@ -64,8 +65,7 @@ def run(argv: list[str]) -> int:
         return _show(config, sizes, layout, int(config.trainer.gpu_memory_gib * GIB))
     plans = {card: settle(config, sizes, layout, int(memory * GIB))[1] for card, memory in CARDS_GIB.items()}
     for card, plan in plans.items():
-        verdict = "fits" if plan.fits else f"is short of {gib(plan.shortfall)} GiB"
-        console.say(f"on a GPU of {card:>6} ({gib(plan.gpu_bytes)} GiB) it {verdict}")
+        console.say(f"on a GPU of {card:>6} ({gib(plan.gpu_bytes)} GiB) it {verdict(plan)}")
     shown = next((plan for plan in plans.values() if plan.fits), plans[max(plans, key=lambda card: CARDS_GIB[card])])
     return _show(config, sizes, layout, shown.gpu_bytes)
 

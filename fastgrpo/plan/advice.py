@@ -21,6 +21,12 @@ from fastgrpo.plan.settle import make_plan, with_option
 
 SAME_NUMBERS, OTHER_TRAINING, MORE_GPUS = range(3)
 _WORTH_IT = 0.1  # of the GPU: what a change must free when memory ran out although the plan fitted
+_OFFLOADS = (
+    "actor.activation_offload",
+    "actor.fsdp.offload_policy",
+    "actor.fsdp.offload_during_rollout",
+    "ref.offload_policy",
+)
 
 Option = tuple[str, Any, int]
 
@@ -42,14 +48,20 @@ class Change:
 def best_change(
     config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int, phase: str | None = None
 ) -> Change | None:
-    """The single change that helps most with `phase` ("training", "rollout", None: the tighter); None when none helps.
+    """The single change that helps most with `phase` ("training", "rollout", "host", None: the tighter on
+    the GPU); None when none helps. One that would make GPU or host short of memory, or shorter, is no help.
 
     What `config` leaves open the plan has tried already: only what it states, and what the plan never decides, is
     changed, and the open options are decided anew for each change.
     """
-    now = make_plan(config, sizes, layout, gpu_bytes).short_of(phase)
+    plan = make_plan(config, sizes, layout, gpu_bytes)
+    now, other = plan.short_of(phase), None if phase == "host" else "host"
     goal = 0 if now > 0 else now - int(_WORTH_IT * gpu_bytes)
-    better = [change for change in changes(config, sizes, layout, gpu_bytes) if change.plan.short_of(phase) < now]
+    better = [
+        change
+        for change in changes(config, sizes, layout, gpu_bytes)
+        if change.plan.short_of(phase) < now and change.plan.short_of(other) <= max(0, plan.short_of(other))
+    ]
     enough = [change for change in better if change.plan.short_of(phase) <= goal]
     if enough:
         return min(enough, key=lambda change: (change.kind, cost(change.plan)))
@@ -86,8 +98,10 @@ def _of_the_trainer(config: RunConfig, plan: Plan) -> Iterator[Option]:
         yield "actor.fsdp.offload_policy", True, SAME_NUMBERS
     if not fsdp.offload_policy:
         yield "actor.fsdp.offload_during_rollout", True, SAME_NUMBERS
-    if fsdp.offload_during_rollout:  # as long as it is on, the plan may not choose offload_policy
-        yield "actor.fsdp.offload_during_rollout", False, SAME_NUMBERS
+    # What is stated as on fills the host, and the one kind of offload keeps the plan from choosing the other.
+    for key in _OFFLOADS:
+        if attrgetter(key)(config):
+            yield key, False, SAME_NUMBERS
     if fsdp.replicas > 1:
         yield "actor.fsdp.replicas", 1, SAME_NUMBERS
     if job.reference is not None:
@@ -106,6 +120,8 @@ def _of_the_run(config: RunConfig, plan: Plan, layout: Layout) -> Iterator[Optio
     half_cache = plan.kv_bytes // 2 // k.MIB * k.MIB
     if config.rollout.kv_cache_gib is not None and half_cache >= sequence_bytes(job):
         yield "rollout.kv_cache_gib", half_cache / k.GIB, SAME_NUMBERS
+    if config.rollout.sleep_level == 1:
+        yield "rollout.sleep_level", 2, SAME_NUMBERS
     if config.rollout.max_num_seqs > 1:
         yield "rollout.max_num_seqs", config.rollout.max_num_seqs // 2, SAME_NUMBERS
     if config.data.max_response_length > 1 and config.rollout.max_model_len is None:

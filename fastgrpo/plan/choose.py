@@ -59,10 +59,17 @@ class Plan:
     def rollout_needs(self) -> int:
         return max(self.rollout.total, self.sync.total) + int(k.ROLLOUT_SLACK * self.gpu_bytes)
 
+    @property
+    def needs(self) -> dict[str, int]:
+        """Of a GPU, by phase, with reserves."""
+        return {"training": self.training_needs, "rollout": self.rollout_needs}
+
     def short_of(self, phase: str | None = None) -> int:
-        """Bytes that "training", "rollout" or (None) the tighter of the two is short of; negative: what it leaves."""
-        needs = {"training": self.training_needs, "rollout": self.rollout_needs}
-        return (max(needs.values()) if phase is None else needs[phase]) - self.gpu_bytes
+        """Bytes that "training", "rollout" or (None) the tighter of the two is short of; negative: what it leaves. The
+        same of a node's "host"; 0 where nobody said what that has."""
+        if phase == "host":
+            return 0 if self.job.host_bytes is None else self.host.total - self.job.host_bytes
+        return (max(self.needs.values()) if phase is None else self.needs[phase]) - self.gpu_bytes
 
     @property
     def shortfall(self) -> int:
@@ -70,7 +77,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.shortfall <= 0
+        """On GPU and host."""
+        return self.shortfall <= 0 and self.short_of("host") <= 0
 
 
 def weigh(job: Job, settings: Settings, gpu_bytes: int) -> Plan:
@@ -94,9 +102,10 @@ def weigh(job: Job, settings: Settings, gpu_bytes: int) -> Plan:
 
 
 def choose(job: Job, given: Mapping[str, Any], gpu_bytes: int) -> Plan:
-    """The cheapest fitting plan. `given`: fields of Settings that are not open."""
+    """The cheapest fitting plan; where GPU and host do not both have room, the GPU comes first. `given`: fields of
+    Settings that are not open."""
     plans = [weigh(job, settings, gpu_bytes) for settings in candidates(job, given)]
-    return min(plans, key=lambda plan: (max(0, plan.shortfall), cost(plan)))
+    return min(plans, key=lambda plan: (max(0, plan.shortfall), max(0, plan.short_of("host")), cost(plan)))
 
 
 def candidates(job: Job, given: Mapping[str, Any]) -> Iterator[Settings]:

@@ -67,6 +67,7 @@ class Job:
     graphs: bool
     engine_copy: bool  # sleep level 1: the sleeping engine's weights lie in host memory
     fixed_kv_bytes: int | None  # rollout.kv_cache_gib
+    host_bytes: int | None = None  # of a node, trainer.host_memory_gib; None: nobody said
     lora_rank: int = 0
     adapted: tuple[tuple[int, int], ...] = ()  # inputs and outputs of each linear layer of a block that has adapters
 
@@ -103,6 +104,9 @@ class Job:
             graphs=not rollout.enforce_eager,
             engine_copy=rollout.sleep_level == 1,
             fixed_kv_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * (1 << 30)),
+            host_bytes=None
+            if config.trainer.host_memory_gib is None
+            else int(config.trainer.host_memory_gib * (1 << 30)),
             lora_rank=config.model.lora_rank,
             adapted=adapted_layers(config.model.target_modules, sizes.model) if config.model.lora_rank else (),
         )

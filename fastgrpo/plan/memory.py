@@ -288,11 +288,18 @@ def sequence_bytes(job: Job) -> int:
     return blocks * k.KV_BLOCK_TOKENS * job.model.kv_bytes_per_token(job.engine_width, job.tp)
 
 
-def host_peak(job: Job, settings: Settings) -> Peak:
-    """Of one node: its ranks' processes and what the options keep in host memory, pinned memory rounded up."""
+def pinned_state(job: Job, settings: Settings) -> int:
+    """Masters, AdamW and, with offload_policy, gradients and frozen weights of a node's ranks, where they leave for its
+    host: no rounding. Pinned memory is never swapped."""
+    if not (settings.offload_policy or settings.offload_during_rollout):
+        return 0
     state = k.MASTER * (1 + k.ADAMW_STATES + settings.offload_policy) * job.trained
     state += job.compute_width * job.frozen if settings.offload_policy else 0
-    away = settings.offload_policy or settings.offload_during_rollout
+    return job.ranks_per_node * _sharded(job, state)
+
+
+def host_peak(job: Job, settings: Settings) -> Peak:
+    """Of one node: its ranks' processes and what the options keep in host memory, pinned memory rounded up."""
     offloaded = -(-job.model.layers // settings.gradient_checkpointing) if settings.gradient_checkpointing else 0
     inputs = row_tokens(job, settings) * offloaded * job.model.hidden * job.compute_width
     reference = job.reference.parameters * job.reference_width if job.reference and settings.ref_offload_policy else 0
@@ -302,7 +309,7 @@ def host_peak(job: Job, settings: Settings) -> Peak:
         (
             ("processes", ranks * k.PROCESS_HOST + k.SAVE_BUFFER),
             ("rollouts", ranks * k.EXCHANGED_TOKEN * job.step_tokens),
-            ("masters and AdamW", int(ranks * k.PINNED_ROUNDING * _sharded(job, state)) if away else 0),
+            ("masters and AdamW", int(k.PINNED_ROUNDING * pinned_state(job, settings))),
             ("reference", int(ranks * k.PINNED_ROUNDING * _sharded(job, reference))),
             ("activations", int(ranks * k.PINNED_ROUNDING * inputs) if settings.activation_offload else 0),
             ("engine weights", ranks * engine_weights(job) if job.engine_copy else 0),

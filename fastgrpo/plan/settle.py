@@ -62,8 +62,8 @@ def make_plan(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int) -
     layouts = (replace(layout, tp=tp) for tp in engine_sizes(config, sizes.model, layout))
     plans = (choose(Job.of(config, sizes, each), given(config), gpu_bytes) for each in layouts)
     least = next(plans)
-    if least.short_of("rollout") <= 0:  # no setting lowers training's peak and raises this one: more ranks are no help
-        return least
+    if least.short_of("rollout") <= 0 and least.short_of("host") <= 0:
+        return least  # if it does not fit it is training's fault, and that has the same peak with any number
     return next((plan for plan in plans if plan.fits), least)
 
 

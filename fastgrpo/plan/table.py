@@ -25,9 +25,12 @@ def gib(size: float) -> str:
 
 def memory_lines(plan: Plan) -> list[str]:
     """What a GPU holds at each peak, in GiB, and what a node's host holds; the largest kinds by name."""
-    with_reserve = {"training": plan.training_needs, "rollout": plan.rollout_needs}
+    reserve = "; {} with what lies beside it and a reserve"
+    notes = {name: reserve.format(gib(plan.needs[name])) for name in ("training", "rollout")}
+    if plan.job.host_bytes is not None:
+        notes["host (a node)"] = f"; it has {gib(plan.job.host_bytes)}"
     peaks = {"training": plan.training, "sync": plan.sync, "rollout": plan.rollout, "host (a node)": plan.host}
-    rows = [(name, peak.total, _parts(peak, with_reserve.get(name))) for name, peak in peaks.items()]
+    rows = [(name, peak.total, _parts(peak) + notes.get(name, "")) for name, peak in peaks.items()]
     title = f"{'memory':<18}{gib(plan.gpu_bytes):>9}  GiB a GPU         planned peaks, at the longest sequences"
     lines = [title, *(f"  {name:<16}{gib(size):>9}  {'GiB':<18}{note}" for name, size, note in rows)]
     wanted = plan.job.wanted_sequences
@@ -68,35 +71,54 @@ def markdown_row(name: str, asked: RunConfig, settled: RunConfig, plan: Plan) ->
 def explain(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int, phase: str | None = None) -> str:
     """The plan's view of a configuration, and the one change of it that would help most.
 
-    `phase`: where memory ran out, "training" or "rollout"; None: wherever the plan is tightest. For a plan that does
-    not fit, and for torch's OutOfMemoryError.
+    `phase`: where memory ran out, "training" or "rollout"; None: wherever the plan is tightest, the host's memory if
+    that alone is short. For a plan that does not fit, and for torch's OutOfMemoryError.
     """
     plan = make_plan(config, sizes, layout, gpu_bytes)
-    short = plan.short_of(phase)
-    verdict = f"is {gib(short)} GiB short" if short > 0 else f"should leave {gib(-short)} GiB"
+    verdict = _room(plan.short_of(phase))
     needs = f"training {gib(plan.training_needs)} GiB, rollout {gib(plan.rollout_needs)} GiB"
     lines = [
         f"memory: on GPUs of {gib(gpu_bytes)} GiB the plan {verdict} (with reserves: {needs})",
         *memory_lines(plan),
     ]
+    if plan.job.host_bytes is not None:
+        lines.insert(
+            1, f"host memory: of the {gib(plan.job.host_bytes)} GiB of a node it {_room(plan.short_of('host'))}"
+        )
+    host_alone = phase is None and plan.shortfall <= 0 < plan.short_of("host")
+    return "\n".join([*lines, advice_line(config, sizes, layout, gpu_bytes, "host" if host_alone else phase)])
+
+
+def advice_line(config: RunConfig, sizes: Sizes, layout: Layout, gpu_bytes: int, phase: str | None = None) -> str:
+    """The one change that helps most with `phase`, "host" being one; what to do when there is none."""
+    wants = "a host with more memory" if phase == "host" else "more GPUs"
     change = best_change(config, sizes, layout, gpu_bytes, phase)
     if change is None:
-        return "\n".join(
-            [*lines, "no single option frees memory: use larger GPUs, a smaller model or shorter sequences"]
-        )
+        instead = wants if phase == "host" else "larger GPUs"
+        return f"no single option frees memory: use {instead}, a smaller model or shorter sequences"
     after = change.plan.short_of(phase)
     if after <= 0:
         result = f"by the plan it leaves {gib(-after)} GiB then"
     else:
-        result = f"by the plan it is still {gib(after)} GiB short then: take more GPUs as well"
-    return "\n".join([*lines, f"what helps most: {change.text} ({result})"])
+        result = f"by the plan it is still {gib(after)} GiB short then: take {wants} as well"
+    return f"what helps most: {change.text} ({result})"
 
 
-def _parts(peak: Peak, with_reserve: int | None) -> str:
+def verdict(plan: Plan) -> str:
+    """In a few words."""
+    short = {"": plan.shortfall, " of host memory": plan.short_of("host")}
+    missing = [f"{gib(size)} GiB{what}" for what, size in short.items() if size > 0]
+    return f"is short of {' and '.join(missing)}" if missing else "fits"
+
+
+def _room(short: int) -> str:
+    return f"is {gib(short)} GiB short" if short > 0 else f"should leave {gib(-short)} GiB"
+
+
+def _parts(peak: Peak) -> str:
     """Kinds of at least 0.05 GiB, the largest first."""
     shown = sorted((part for part in peak.parts if part[1] >= 0.05 * k.GIB), key=lambda part: -part[1])
-    reserve = "" if with_reserve is None else f"; {gib(with_reserve)} with what lies beside it and a reserve"
-    return ", ".join(f"{name} {gib(size)}" for name, size in shown) + reserve
+    return ", ".join(f"{name} {gib(size)}" for name, size in shown)
 
 
 def _value(value: object) -> str:

@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastgrpo.checkpoint import Manifest, Saver, checksum, host_memory, restore, saver
+from fastgrpo import host_memory
+from fastgrpo.checkpoint import Manifest, Saver, checksum, restore, saver
 from fastgrpo.checkpoint.checksum import crc32, safetensors_crc32
 from fastgrpo.checkpoint.folders import find_checkpoints, read_manifest
-from fastgrpo.checkpoint.host_memory import available_bytes
 from fastgrpo.checkpoint.random_state import random_state, set_random_state
 from fastgrpo.checkpoint.tensors import copy_to_host, training_tensors
 from fastgrpo.config import OptimConfig, TrainerConfig
@@ -326,23 +326,6 @@ def test_random_state_is_plain_and_exact() -> None:
     assert draw() != first
     set_random_state(state)
     assert draw() == first
-
-
-def test_memory_that_is_left(tmp_path: Path) -> None:
-    meminfo, group = tmp_path / "meminfo", tmp_path / "group"
-    assert available_bytes(meminfo, group) is None
-    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   50 kB\n")
-    assert available_bytes(meminfo, group) == 50 * 1024
-    group.mkdir()
-    for name, text in (
-        ("memory.max", "40000"),
-        ("memory.current", "30000"),
-        ("memory.stat", "anon 1\ninactive_file 500"),
-    ):
-        (group / name).write_text(text + "\n")
-    assert available_bytes(meminfo, group) == 10_500
-    (group / "memory.max").write_text("max\n")
-    assert available_bytes(meminfo, group) == 50 * 1024
 
 
 def test_without_room_for_a_copy_the_save_is_waited_for(

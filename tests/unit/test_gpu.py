@@ -13,6 +13,8 @@ import torch
 
 from fastgrpo import gpu, stages
 from fastgrpo.config import Layout, RunConfig
+from fastgrpo.errors import UserError
+from fastgrpo.host_memory import HostMemory
 from fastgrpo.plan import Sizes, explain, read_sizes, settle_on_cpu, with_option
 from fastgrpo.plan.constants import CUDA_CONTEXT, GIB
 
@@ -24,12 +26,16 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A GPU of 80 GiB of which 60 are free; the caps that are asked for."""
     asked: list[float] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(gpu.host_memory, "read", lambda: None)  # where nobody knows
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append(share))
     return asked
 
 
-def settle(config: RunConfig, others: tuple[int, ...] = (), device: str = "cuda") -> Any:
-    mesh: Any = SimpleNamespace(device=torch.device(device), gather=lambda own: [own, *others], is_main=True)
+def settle(config: RunConfig, others: tuple[int, ...] = (), device: str = "cuda", hosts: Any = ()) -> Any:
+    def gather(own: Any) -> list[Any]:
+        return [own, *(others if isinstance(own, int) else hosts)]
+
+    mesh: Any = SimpleNamespace(device=torch.device(device), gather=gather, is_main=True)
     config = with_option(config, "actor.use_kl_loss", False)
     return gpu.settle_memory(config, Sizes(MODEL, None), Layout.of(config, 1 + len(others)), mesh)
 
@@ -61,6 +67,63 @@ def test_a_plan_that_does_not_fit_warns_and_goes_on(
         settled, plan = settle(config)
     assert not plan.fits and settled.actor.fsdp.offload_policy is False
     assert "what helps most: actor.fsdp.offload_policy=true" in caplog.text and capsys.readouterr().out == ""
+
+
+class TestHost:
+    """What the run's own nodes have, on made ones."""
+
+    OFFLOAD = with_option(RunConfig(), "actor.gradient_checkpointing", 1)
+    OFFLOAD = with_option(OFFLOAD, "actor.max_tokens_per_gpu", 8192)
+    OFFLOAD = with_option(OFFLOAD, "actor.fsdp.offload_policy", True)  # 23 GiB of state, 32 as pinned, 10 beside
+
+    @staticmethod
+    def has(monkeypatch: pytest.MonkeyPatch, total: float, available: float, own: float = 0.0) -> None:
+        memory = HostMemory(int(total * GIB), int(available * GIB))
+        monkeypatch.setattr(gpu.host_memory, "read", lambda: memory)
+        monkeypatch.setattr(gpu.host_memory, "own_bytes", lambda: int(own * GIB))
+
+    def test_what_is_left_is_planned_for(self, fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has(monkeypatch, 128, 60, own=2)
+        settled, plan = settle(self.OFFLOAD)
+        assert plan.fits and settled.trainer.host_memory_gib == 62  # what the rank has taken is its own
+        assert plan.job.host_bytes == 62 * GIB
+
+    def test_the_fullest_node_decides(self, fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has(monkeypatch, 128, 60, own=1)
+        settled, _ = settle(self.OFFLOAD, others=(60 * GIB,), hosts=((100 * GIB, 50 * GIB),))
+        assert settled.trainer.host_memory_gib == 50
+
+    def test_a_stated_number_stays(self, fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has(monkeypatch, 128, 30)
+        settled, plan = settle(with_option(self.OFFLOAD, "trainer.host_memory_gib", 96.0))
+        assert settled.trainer.host_memory_gib == 96 and plan.fits
+
+    def test_a_host_that_is_short_is_said_loudly(
+        self, fractions: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.has(monkeypatch, 48, 30)
+        with caplog.at_level(logging.WARNING, "fastgrpo"):
+            settled, plan = settle(self.OFFLOAD)
+        assert not plan.fits and plan.shortfall <= 0 and settled.actor.fsdp.offload_policy
+        assert "host memory: of the 30.0 GiB of a node it is 12.3 GiB short" in caplog.text
+        assert "what helps most: actor.fsdp.offload_policy=false" in caplog.text
+
+    def test_state_above_all_that_there_is_is_refused(
+        self, fractions: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.has(monkeypatch, 23.1, 20)  # 16 x 1,543,714,304 bytes are 23.003 GiB
+        settle(self.OFFLOAD)
+        self.has(monkeypatch, 22.9, 20)
+        for config in (self.OFFLOAD, with_option(self.OFFLOAD, "trainer.host_memory_gib", 96.0)):
+            with pytest.raises(
+                UserError, match=r"take 23.0 GiB of a node, which has 22.9 GiB: the run would be killed; "
+            ):
+                settle(config)
+        assert settle(RunConfig())[1].fits  # on this GPU it may stay there
+
+    def test_where_nobody_knows_nothing_is_held_against_it(self, fractions: list[float]) -> None:
+        settled, plan = settle(self.OFFLOAD)
+        assert settled.trainer.host_memory_gib is None and plan.fits
 
 
 class TestRanksOfAnEngine:

@@ -316,6 +316,80 @@ def test_explain_when_nothing_helps() -> None:
     assert re.search(r"\(by the plan it is still [\d.]+ GiB short then: take more GPUs as well\)$", text)
 
 
+# ---- the host
+
+
+PRESET = "qwen2_5_1p5b_gsm8k_1x24gb"
+
+
+def preset(host: float | None, **options: Any) -> RunConfig:
+    config = with_option(read_config([f"+exp={PRESET}"]), "trainer.host_memory_gib", host)
+    for key, value in options.items():
+        config = with_option(config, key.replace("__", "."), value)
+    return config
+
+
+def test_a_plan_fits_the_host_too() -> None:
+    for host, fits in ((None, True), (64.0, True), (32.0, False)):
+        _, plan = planned(preset(host), 22)
+        assert plan.fits is fits and plan.shortfall <= 0
+        assert plan.short_of("host") == (0 if host is None else plan.host.total - int(host * GIB))
+
+
+def test_of_what_fits_the_gpu_the_host_decides() -> None:
+    """On 39.3 GiB the fastest plan puts 195 GiB on the host; with less there, another one does."""
+    config, model = read_config(["+exp=gsm8k_8xa100"]), QWEN_7B
+    _, free = planned(config, 39.3, 8, model)
+    _, held = planned(with_option(config, "trainer.host_memory_gib", 128.0), 39.3, 8, model)
+    assert free.fits and held.fits and free.host.total > 128 * GIB >= held.host.total and cost(free) < cost(held)
+
+
+def test_the_change_that_helps_the_host() -> None:
+    stated = {"actor__fsdp__offload_policy": True, "actor__use_kl_loss": False, "actor__activation_offload": False}
+    config = config_of(**(FIXED | stated), trainer__host_memory_gib=36.0)
+    best = advised(config, 40, phase="host")
+    assert best.text == "actor.fsdp.offload_policy=false" and best.plan.fits
+    text = explain(config, Sizes(QWEN_1P5B, None), Layout.of(config, 1), 40 * GIB)
+    assert re.search(r"^host memory: of the 36.0 GiB of a node it is \d+\.\d GiB short$", text, re.MULTILINE)
+    assert text.splitlines()[-1].startswith("what helps most: actor.fsdp.offload_policy=false (by the plan it leaves")
+    assert advised(config, 22, phase="host").key != "actor.fsdp.offload_policy"  # there it would cost the GPU its room
+
+
+@pytest.mark.parametrize(
+    ("stated", "answer"),
+    [
+        ({"rollout__sleep_level": 1}, "rollout.sleep_level=2"),
+        ({"ref__offload_policy": True, "actor__use_kl_loss": True}, "ref.offload_policy=false"),
+        (LONG | {"actor__activation_offload": True}, "actor.activation_offload=false"),
+        ({"actor__fsdp__offload_during_rollout": True}, "actor.fsdp.offload_during_rollout=false"),
+    ],
+)
+def test_what_fills_the_host_is_turned_off(stated: dict[str, Any], answer: str) -> None:
+    fixed = config_of(**(FIXED | stated))
+    needed = planned(fixed, 139.5)[1].host.total / GIB
+    config = with_option(fixed, "trainer.host_memory_gib", needed - 0.5)
+    assert answer in {change.text for change in _changes_of(config, 139.5) if change.plan.fits}
+
+
+def _changes_of(config: RunConfig, gpu: float) -> list[Any]:
+    sizes = Sizes(QWEN_1P5B, QWEN_1P5B if loads_reference(config) else None)
+    return list(changes(config, sizes, Layout.of(config, 1), int(gpu * GIB)))
+
+
+def test_no_room_on_the_gpu_is_bought_with_room_that_the_host_has_not() -> None:
+    config = config_of(**FIXED)
+    assert advised(config, 24).text == "actor.fsdp.offload_policy=true"
+    small = with_option(config, "trainer.host_memory_gib", 20.0)
+    best = advised(small, 24)
+    assert best.text == "trainer.n_gpus_per_node=2" and best.plan.short_of("host") <= 0
+
+
+def test_nothing_helps_a_host_without_room_for_the_processes() -> None:
+    config = config_of(**FIXED, trainer__host_memory_gib=4.0)
+    text = explain(config, Sizes(QWEN_1P5B, None), Layout.of(config, 1), 80 * GIB)
+    assert "is 6." in text and "a host with more memory" in text.splitlines()[-1]
+
+
 # ---- the shipped experiments, and the command
 
 
@@ -366,12 +440,28 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
+FEW = (  # stated, so that few combinations are left to try
+    *("actor.gradient_checkpointing=1", "actor.max_tokens_per_gpu=4096"),
+    *("actor.mlp_slices=1", "actor.head_chunk_gib=1"),
+)
+
+
 def test_a_plan_that_does_not_fit_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=22")
+    code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", "trainer.gpu_memory_gib=22", *FEW)
     assert code == 0 and "rollout.tensor_model_parallel_size=2" in text.splitlines()[-1]
-    stated = ("trainer.gpu_memory_gib=22", "rollout.tensor_model_parallel_size=1")
+    stated = (*FEW, "trainer.gpu_memory_gib=22", "rollout.tensor_model_parallel_size=1")
     code, text = run(capsys, "--shapes", str(SHAPES), "+exp=gsm8k_8xa100", *stated)
     assert code == 1 and "what helps most: rollout.tensor_model_parallel_size=2" in text
+
+
+def test_the_command_says_whether_the_host_has_room(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--shapes", str(SHAPES), f"+exp={PRESET}", *FEW)
+    code, text = run(capsys, *arguments, "trainer.gpu_memory_gib=22", "trainer.host_memory_gib=32")
+    assert code == 1 and "host memory: of the 32.0 GiB of a node it is 10.2 GiB short" in text
+    code, text = run(capsys, *arguments, "trainer.gpu_memory_gib=22", "trainer.host_memory_gib=64")
+    assert code == 0 and "; it has 64.0" in text
+    code, text = run(capsys, *arguments, "trainer.host_memory_gib=32")
+    assert code == 0 and re.search(r"24 GB \(22.0 GiB\) it is short of 10.2 GiB of host memory", text)
 
 
 def test_a_folder_with_config_json_alone_is_enough(capsys: pytest.CaptureFixture[str]) -> None:

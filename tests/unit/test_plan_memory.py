@@ -20,6 +20,7 @@ from fastgrpo.plan.memory import (
     head_bytes,
     host_peak,
     kept_activations,
+    pinned_state,
     rollout_peak,
     sequence_bytes,
     sync_peak,
@@ -353,6 +354,13 @@ def test_a_sequence_takes_whole_blocks_of_cache() -> None:
     per_token = 2 * 4 * 1 * 2 * 2
     assert sequence_bytes(job()) == 112 * per_token  # 100 tokens: 7 blocks of 16
     assert sequence_bytes(job(max_model_len=96, tp=2)) == 96 * per_token
+
+
+def test_pinned_state_is_that_of_a_nodes_ranks() -> None:
+    assert pinned_state(job(), settings()) == 0
+    for option, width in (("offload_policy", 16), ("offload_during_rollout", 12)):
+        assert pinned_state(job(), settings(**{option: True})) == 2 * width * P // 2
+        assert pinned_state(job(world=4, shard=4), settings(**{option: True})) == 2 * width * P // 4  # two nodes
 
 
 def test_host_by_hand() -> None:

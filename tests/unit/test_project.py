@@ -24,7 +24,7 @@ KERNELS_USER = "fastgrpo.policy.head"
 # What each part of fastgrpo may import: parts on the lines above its own (and its own modules). A line's parts do not
 # know each other. `fastgrpo` itself, the package's __init__, imports the trainer only when a user asks for it.
 LAYERS = [
-    {"errors", "clock", "flops", "fastgrpo", "torchrun", "whereabouts", "redact"},
+    {"errors", "clock", "flops", "fastgrpo", "torchrun", "whereabouts", "redact", "host_memory"},
     {"config", "records", "paths", "rows"},
     {"console", "hub", "mesh", "algorithm", "batch", "compose"},
     {"diff", "launch", "metrics", "stopping"},
