@@ -188,8 +188,12 @@ def build_stages(
         ),
         order=order,
         kl_controller=_kl_controller(config),
-        lengths=LengthHistory(wanted=layout.sequences_per_engine > config.rollout.max_num_seqs),
+        lengths=LengthHistory(wanted=_lengths_help(config, layout, mesh, steps * layout.prompts_per_step > len(train))),
     )
+
+
+def _lengths_help(config: RunConfig, layout: Layout, mesh: Mesh, prompts_come_again: bool) -> bool:
+    return prompts_come_again and (mesh.engines > 1 or layout.sequences_per_engine > config.rollout.max_num_seqs)
 
 
 def _kl_controller(config: RunConfig) -> KlController:

@@ -36,7 +36,7 @@ from fastgrpo.outage import Outage
 from fastgrpo.policy.sequences import needs_terms, sequence_terms
 from fastgrpo.records import Prompt, Rollout, Sample, StepRecord
 from fastgrpo.report import Report
-from fastgrpo.rollout.draw import draw_own, make_requests, score_own, share_samples
+from fastgrpo.rollout.draw import draw_own, drawing_rows, make_requests, score_own, share_samples
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.probes import draw_probes, share_probes
 from fastgrpo.rollout.refill import fill_step
@@ -216,9 +216,10 @@ class Trainer:
             clock.note_rollout_memory()
         s.actor.take_back()
         self.stopper.check()  # what was drawn is drawn again after the resume
+        rows = drawing_rows(requests, config.rollout.n, s.mesh.engines)
         with clock("reward"):
             own_samples = score_own(s.rewards, own, prompts, s.tokenizer, s.mesh, step=step)
-            return prompts, share_samples(own_samples, s.mesh)
+            return prompts, share_samples(own_samples, s.mesh, rows)
 
     def _mini_batches(self, rollouts: Sequence[Rollout], groups: Groups) -> list[MiniBatch]:
         actor, layout = self.config.actor, self.stages.layout

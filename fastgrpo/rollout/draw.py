@@ -1,7 +1,7 @@
 """From prompts to scored rollouts on every rank: who draws what, and how the results come together.
 
     prompts (the same list on every rank) -> requests, in order
-        engine e draws its slice of whole groups                      (own_requests)
+        engine e draws whole groups, as many tokens as the others     (drawing_rows)
         tp rank 0 of each engine scores them in worker processes      (reward/)
         one gather: every rank then holds all N rollouts and scores, in the order of the requests
 
@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.mesh import Mesh, engine_slice
+from fastgrpo.mesh import Mesh
 from fastgrpo.records import Prompt, Request, RewardRequest, Rollout, Sample, Sampling
 from fastgrpo.reward import Rewards
 from fastgrpo.rollout.engine import RolloutEngine, sample_seed
+from fastgrpo.rollout.lengths import divide_groups
 
 
 def make_requests(
@@ -44,10 +45,15 @@ def make_requests(
     ]
 
 
-def own_requests(requests: Sequence[Request], group_size: int, mesh: Mesh) -> Sequence[Request]:
-    """This rank's engine's share of `requests`: whole groups, perhaps none."""
-    own = engine_slice(len(requests) // group_size, group_size, mesh.engine, mesh.engines)
-    return requests[own.start : own.stop]
+def drawing_rows(requests: Sequence[Request], group_size: int, engines: int) -> list[list[int]]:
+    """Which of the requests each engine draws: whole groups, perhaps none, in order (lengths.divide_groups)."""
+    groups = divide_groups([request.expected_tokens for request in requests[::group_size]], engines)
+    return [[group * group_size + sample for group in own for sample in range(group_size)] for own in groups]
+
+
+def own_requests(requests: Sequence[Request], group_size: int, mesh: Mesh) -> list[Request]:
+    """This rank's engine's share of `requests`."""
+    return [requests[row] for row in drawing_rows(requests, group_size, mesh.engines)[mesh.engine]]
 
 
 def draw_own(
@@ -93,6 +99,11 @@ def score_own(
     return [Sample(*parts) for parts in zip(rollouts, responses, rewards.score(requests), strict=True)]
 
 
-def share_samples(own: Sequence[Sample], mesh: Mesh) -> list[Sample]:
-    """All engines' samples, in the order of the requests, on every rank."""
-    return [sample for part in mesh.gather(list(own)) for sample in part]
+def share_samples(own: Sequence[Sample], mesh: Mesh, rows: Sequence[Sequence[int]] = ()) -> list[Sample]:
+    """All engines' samples, in the order of the requests, on every rank; a collective. `rows`: those of each engine
+    (drawing_rows); none: each drew the ones that follow those of the engine before."""
+    drawn = [sample for part in mesh.gather(list(own)) for sample in part]
+    if not rows:
+        return drawn
+    places = zip([row for engine in rows for row in engine], drawn, strict=True)
+    return [sample for _, sample in sorted(places, key=lambda place: place[0])]
