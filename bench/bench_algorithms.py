@@ -16,20 +16,21 @@ What it does not ask is which algorithm is better: one seed, one learning rate f
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from cli import command, make_parser, positive_int, read_result
 from fastgrpo.compose import read_config
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.trainer import Trainer
-from run_summary import commit, device_name, versions
+from run_summary import out_file, provenance
 
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": ("algorithm=grpo", "actor.use_kl_loss=false"),
@@ -40,31 +41,21 @@ RUNS: dict[str, tuple[str, ...]] = {
     "lora": ("algorithm=grpo", "actor.use_kl_loss=false", "model.lora_rank=16", "actor.optim.lr=2e-4"),
 }
 COMMON = ("data.train_batch_size=16", "rollout.max_num_seqs=128", "actor.max_tokens_per_gpu=16384", "data.val_files=[]")
-RESULTS = Path(__file__).parent / "results"
 FIRST, LAST = 2, 10  # steps at the ends of a curve that are compared
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=[name for name in RUNS if name != "lora"])
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("--steps", type=positive_int, default=50)
     parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's picture")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
     if args.render:
-        draw(json.loads(args.render.read_text()), args.render.with_suffix(".png"))
+        draw(read_result(args.render, lacks, "bench_algorithms.py"), args.render.with_suffix(".png"))
         return 0
-    device = device_name().lower().replace("nvidia ", "").replace(" ", "_")
-    out = args.out or RESULTS / f"algorithms_{device}.json"
-    content = {
-        "device": device_name(),
-        "versions": versions(),
-        "commit": args.commit or commit(),
-        "steps": args.steps,
-        "runs": {},
-    }
+    out = out_file(args, "algorithms")
+    content = {**provenance(args.commit), "steps": args.steps, "runs": {}}
     engine: RolloutEngine | None = None
     for name in args.runs:
         words = ["+exp=quickstart", *COMMON, *RUNS[name], f"trainer.max_steps={args.steps}", *args.overrides]
@@ -73,6 +64,16 @@ def main(arguments: list[str]) -> int:
         print(f"{name:8} {describe(content['runs'][name])}", flush=True)
     draw(content, out.with_suffix(".png"))
     return 0
+
+
+def lacks(content: Any) -> str | None:
+    """What keeps `content` from being drawn."""
+    if not isinstance(content, dict) or not isinstance(content.get("device"), str):
+        return "not an object with a device"
+    runs = content.get("runs")
+    if not isinstance(runs, dict) or not all(isinstance(run, dict) and "reward" in run for run in runs.values()):
+        return "it has no runs with a reward each"
+    return None
 
 
 def run(words: list[str], engine: RolloutEngine | None) -> tuple[dict, RolloutEngine]:
@@ -148,4 +149,4 @@ def draw(content: dict, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

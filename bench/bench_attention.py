@@ -16,16 +16,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cli import command, make_parser, no_gpu, positive_int
 from fastgrpo.errors import UserError
 from fastgrpo.policy.attention import Packing, choose_backend, make_packing
-from run_summary import commit, device_name, result_file, versions
+from run_summary import out_file, provenance
 
 BACKENDS = ("varlen", "sdpa", "flash")
 SHAPES = {"1.5B": (12, 2, 128), "7B": (28, 4, 128), "0.5B": (14, 2, 64)}  # query heads, KV heads, head size
@@ -34,28 +34,25 @@ PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "transformers")
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--commit")
+    parser = make_parser(__doc__, smoke="a tiny row, on any machine")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: all")
+    parser.add_argument("--repeats", type=positive_int, default=20)
     args = parser.parse_args(arguments)
+    if args.smoke and args.shapes:
+        parser.error("--smoke has a tiny shape of its own: leave --shapes away")
     if not torch.cuda.is_available() and not args.smoke:
-        print("bench_attention.py times GPU kernels and finds no CUDA device here; --smoke tries the script on a CPU.")
-        return 2
+        return no_gpu("bench_attention.py times GPU kernels", "--smoke tries the script on a CPU")
+    out = out_file(args, "attention")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    common = {"versions": versions(PACKAGES), "commit": args.commit or commit(), "device": device_name()}
+    common = provenance(args.commit, PACKAGES)
     cases = {"64": [64] * 4, "mixed": list(SMALL)} if args.smoke else packed_rows()
-    shapes = {"tiny": (4, 2, 32)} if args.smoke else {name: SHAPES[name] for name in args.shapes}
+    shapes = {"tiny": (4, 2, 32)} if args.smoke else {name: SHAPES[name] for name in args.shapes or SHAPES}
     rows = []
     for shape, heads in shapes.items():
         for backend in BACKENDS:
             rows += [
                 row | common for row in run_backend(backend, shape, heads, cases, torch.device(device), dtype, args)
             ]
-    out = args.out or result_file("attention", smoke=args.smoke)
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     return 0
 
@@ -178,4 +175,4 @@ def median_ms(call: Callable[[], object], repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

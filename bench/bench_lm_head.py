@@ -18,7 +18,6 @@ lm_head_report.py, lm_head_tables.py and lm_head_picture.py (pages from it).
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from cli import MISUSE, checked_out, make_parser, no_gpu, positive_int, positive_number
 from lm_head_report import check_page, render
 from run_summary import commit, slug
 
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="the smallest shape, 4096 rows, 3 repeats")
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="HxV", help="hidden x vocabulary, 3584x152064 say")
     parser.add_argument("--rows", nargs="+", type=positive_int, metavar="T", help="rows; default 16384")
@@ -42,8 +42,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=positive_number, help="what is not begun by then is left out; default 6, quick 0.6"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file, replaced")
-    parser.add_argument("--commit", help="the commit to write down where git does not know it")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out and measure what is missing")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's tables and picture")
     parser.add_argument(
@@ -63,32 +61,13 @@ def shape(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def positive_int(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def main(arguments: list[str]) -> int:
     args = parse(arguments)
     if args.render:
         print(render(args.render, args.readme))
         return 0
     if not torch.cuda.is_available():
-        print(
-            "bench_lm_head.py times GPU kernels and finds no CUDA device here; --render FILE draws an existing result."
-        )
-        return 2
+        return no_gpu("bench_lm_head.py times GPU kernels", "--render FILE draws an existing result")
     if args.readme:
         check_page(args.readme)  # now rather than after the run
     try:
@@ -97,9 +76,9 @@ def main(arguments: list[str]) -> int:
         if error.name != "fastgrpo_kernels":
             raise
         print("bench_lm_head.py times fastgrpo_kernels, which is not installed here: set PYTHONPATH=kernels.")
-        return 2
+        return MISUSE
     gpu = torch.cuda.get_device_name()
-    out = args.out or RESULTS / f"lm_head_{slug(gpu)}{'_quick' if args.quick else ''}.json"
+    out = checked_out(args.out or RESULTS / f"lm_head_{slug(gpu)}{'_quick' if args.quick else ''}.json")
     try:
         run(args, Records(out, gpu, args.commit or commit(), keep=args.resume))
     except LostDevice as lost:

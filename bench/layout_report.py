@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cli import lacks_rows, read_result
 from layout_names import ONE
 from step_report import shown
 
+KEYS = ("what", "layout", "workload", "job", "prompts", "world", "error")
 PARITY_HEAD = ("layout", "GPUs", "dtype", "compared with", "loss", "norm", "whole gradient", "worst tensor", "")
 STEP_HEAD = ("layout", "GPUs", "prompts", "step", "of one GPU's", "update", "of one GPU's", "MFU")
 STEP_HEAD += ("sync", "rollout", "train peak (planned)", "rollout peak (planned)")
 
 
 def render(path: Path) -> str:
-    """Markdown: a table for the first update, and one for each kind of steps; relative errors, medians, GiB."""
-    rows = json.loads(path.read_text())["rows"]
+    """Markdown: a table for the first update, and one for each kind of steps; relative errors, medians, GiB.
+    Refuses what bench_layouts.py has not written."""
+    rows = read_result(path, partial(lacks_rows, wanted={"rows": KEYS}), "bench_layouts.py")["rows"]
     rows.sort(key=lambda row: (row["workload"], row["world"]))
     parts = []
     parity = [row for row in rows if row["what"].startswith("parity")]

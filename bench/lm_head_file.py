@@ -12,8 +12,10 @@ that needs the kernels.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
+
+from cli import lacks_rows, read_result
 
 DATA_KEYS = {"T", "H", "V", "mean_entropy"}
 ROW_KEYS = {
@@ -22,33 +24,12 @@ ROW_KEYS = {
 }
 
 
-def load(path: Path) -> dict:
-    """The object in `path`. SystemExit with one line where it cannot be read or is not of this kind."""
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise SystemExit(f"{path} is no result of bench_lm_head.py: not JSON ({error})") from None
-    if missing := _missing(content):
-        raise SystemExit(f"{path} is no result of bench_lm_head.py: {missing}")
-    return content
+def load(path: Path) -> dict[str, Any]:
+    """The object in `path`. Refuses what cannot be read or is not of this kind."""
+    return read_result(path, _missing, "bench_lm_head.py")
 
 
-def _missing(content: object) -> str | None:
+def _missing(content: Any) -> str | None:
     if not isinstance(content, dict) or not isinstance(content.get("device"), str):
         return "not an object with a device"
-    for name, wanted in (("data", DATA_KEYS), ("rows", ROW_KEYS)):
-        if not isinstance(content.get(name), list):
-            return f"it has no list of {name}"
-        for i, entry in enumerate(content[name]):
-            if lacking := wanted - (set(entry) if isinstance(entry, dict) else set()):
-                return f"{name}[{i}] has no {', '.join(sorted(lacking))}"
-    return None
-
-
-def read_text(path: Path) -> str:
-    """SystemExit with one line where there is no such text file."""
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise SystemExit(f"cannot read {path}: {reason}") from None
+    return lacks_rows(content, {"data": DATA_KEYS, "rows": ROW_KEYS})

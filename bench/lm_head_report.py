@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lm_head_file import load, read_text
+from cli import read_text, refuse
+from lm_head_file import load
 from lm_head_picture import draw
 from lm_head_tables import make_markdown
 
@@ -28,8 +29,8 @@ README_IMPLS = (  # the short tables: the floor, ours, and each peer's best
 
 def render(path: Path, page: Path | None = None) -> str:
     """Markdown of the file's tables. Writes the picture beside it, and between the markers in `page` the tables; in a
-    file called README.md only those of both passes, with the peers in README_IMPLS. SystemExit with one line, and
-    nothing written, where either file is not what it should be."""
+    file called README.md only those of both passes, with the peers in README_IMPLS. Refuses, with nothing written,
+    what is not as it should be in either file."""
     content = load(path)
     markdown = make_markdown(content)
     if page:
@@ -42,7 +43,7 @@ def render(path: Path, page: Path | None = None) -> str:
 
 
 def check_page(page: Path) -> None:
-    """SystemExit with one line unless `page` has a place for the tables."""
+    """Refuses a page without a place for the tables."""
     between_markers(page, "")
 
 
@@ -55,5 +56,5 @@ def between_markers(page: Path, markdown: str) -> str:
     """The text of `page` with what stands between its two markers replaced."""
     parts = read_text(page).split(MARKER)
     if len(parts) != 3:
-        raise SystemExit(f"{page} needs {MARKER} twice, around the table's place; it is there {len(parts) - 1} times")
+        refuse(f"{page} needs {MARKER} twice, around the table's place; it is there {len(parts) - 1} times")
     return f"{parts[0]}{MARKER}\n{markdown}\n{MARKER}{parts[2]}"

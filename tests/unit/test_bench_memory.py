@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from cases import one_process
 
 import bench_memory
@@ -10,6 +11,7 @@ from fastgrpo.compose import read_config
 from fastgrpo.config import Layout
 from fastgrpo.plan import Sizes, make_plan, read_sizes, with_option
 from fastgrpo.plan.constants import GIB
+from run_summary import RESULTS, device_name, out_file, slug
 
 
 def test_rows_compare_plan_and_measurement():
@@ -45,33 +47,40 @@ def test_host_memory_sees_what_came_and_went(monkeypatch):
     assert host.taken == 600
 
 
-def test_a_run_on_the_cpu(tmp_path, capsys):
+def test_a_smoke_run(tmp_path, capsys):
     out = tmp_path / "memory.json"
-    small = ["rollout.name=hf", "trainer.device=cpu", "data.train_batch_size=2", "rollout.n=2"]
     with one_process():
-        record = bench_memory.main(["+exp=quickstart", "model.path=tiny", *small, "--steps", "2", "--out", str(out)])
-    assert record == json.loads(out.read_text())
+        assert bench_memory.main(["--smoke", "--out", str(out), "data.max_response_length=6"]) == 0
+    record = json.loads(out.read_text())
     printed = capsys.readouterr().out
-    assert json.loads(printed[printed.index("{") :]) == record
+    assert json.loads(printed[printed.index("{\n") :]) == record
+    assert record["command"].endswith("data.max_response_length=6 +exp=quickstart --steps 2 --smoke")
     assert (record["model"], record["steps"], record["planned_for_gib"]) == ("tiny", 2, None)
-    assert record["response_tokens_mean"] == 10  # as long as they may be
+    assert 0 < record["response_tokens_mean"] <= 6
     assert record["decided"]["actor.max_tokens_per_gpu"] == 4096
     assert [row["peak"] for row in record["peaks"]] == ["training", "rollout", "host"]
+    assert [row["measured_gib"] is None for row in record["peaks"]] == [True, True, False]
+    assert {"device", "versions", "commit"} <= record.keys()
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--smoke"], "fastgrpo: --smoke: options are written key=value"),
-        (["+exp=nothing"], "there is no experiment 'nothing'"),
-    ],
+    ("word", "name"), [("+exp=bench/long_sequence.yaml", "long_sequence"), (None, "smollm2_gsm8k_1gpu")]
 )
-def test_a_mistake_is_said_without_a_traceback(argv, message, capsys):
-    assert bench_memory.command(argv) == 2
-    assert message in capsys.readouterr().err
+def test_the_record_has_the_name_of_the_experiment(word, name):
+    args = bench_memory.parse([word] if word else [])
+    assert bench_memory.experiment(args.words) == name and args.steps == 3
+    assert out_file(args, f"memory_{name}") == RESULTS / f"memory_{name}_{slug(device_name())}.json"
 
 
-def test_several_processes_share_a_model(monkeypatch):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_made(capsys, monkeypatch):
+    monkeypatch.setattr(bench_memory, "make_model", lambda *_: pytest.fail("it made a model"))
+    assert bench_memory.main(["+exp=quickstart"]) == 2
+    assert "finds no CUDA device here; --smoke tries" in capsys.readouterr().out
+
+
+def test_several_processes_share_a_model(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="add --model FOLDER"):
+    with pytest.raises(SystemExit):
         bench_memory.main(["+exp=quickstart", "model.path=tiny"])
+    assert "add --model FOLDER" in capsys.readouterr().err

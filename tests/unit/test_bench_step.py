@@ -1,5 +1,6 @@
 """The step benchmark where it needs no GPU: its numbers, its file, its picture, its made models; slow: a whole run."""
 
+import argparse
 import importlib.util
 import json
 import subprocess
@@ -20,6 +21,7 @@ import bench_step
 import bench_sync
 import step_memory
 from bench_step import make_row, parse
+from cli import known_shape
 from fastgrpo.compose import read_config
 from fastgrpo.config import check
 from made_engine import MadeEngine
@@ -48,7 +50,7 @@ def test_a_row_is_medians_after_the_warm_up_and_the_largest_peaks():
         result_of([99, 99, 6], (3.5,), 0.5),
     ]
     row = make_row("ours", "Qwen2.5-1.5B-Instruct", results, args)
-    assert row["step_s_p50"] == 6 and row["step_s"] == [4, 8, 6]
+    assert row["step_s_p50"] == 6 and row["step_s"] == [4, 8, 6] and row["warm_up"] == 2
     assert row["phases"] == {"gen": 1.5, "update": 3}
     assert row["train_peak_gib"] == 3.5 and row["rollout_peak_gib"] is None and row["mfu"] == 0.25
     assert row["error"] == "ended with status 1" and row["response_tokens_mean"] == 600
@@ -111,8 +113,9 @@ def test_a_made_model_speaks_a_word_an_id(tmp_path):
 def test_shapes_are_the_published_ones_and_others_are_refused():
     config = shape_config("Qwen2.5-1.5B-Instruct")
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (1536, 28, 151936)
-    with pytest.raises(ValueError, match=r"no shape 'Qwen9'; there are tiny, .*Qwen2.5-7B-Instruct"):
-        shape_config("Qwen9")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no shape 'Qwen9'; there are tiny, .*Qwen2.5-7B-Instruct"):
+        known_shape("Qwen9")
+    assert known_shape("tiny") == "tiny" and known_shape("Qwen3-8B") == "Qwen3-8B"
 
 
 def test_the_reference_workload_is_what_trl_is_given():
