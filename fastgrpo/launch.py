@@ -32,6 +32,7 @@ class Launch:
     world: int  # ranks of the job
     ranks_per_node: int
     relaunch: bool  # they are not running yet
+    first_node: bool = True  # rank 0 is on this one
 
 
 def plan(config: RunConfig, environ: Mapping[str, str]) -> Launch:
@@ -40,7 +41,8 @@ def plan(config: RunConfig, environ: Mapping[str, str]) -> Launch:
     wanted = config.trainer.n_gpus_per_node
     if world == 1 and wanted > 1 and GUARD not in environ:
         return Launch(wanted, wanted, relaunch=True)
-    return Launch(world, ranks_per_node, relaunch=False)
+    first_node = environ.get("GROUP_RANK", "0") == "0"  # torchrun's number of the node
+    return Launch(world, ranks_per_node, relaunch=False, first_node=first_node)
 
 
 def started(environ: Mapping[str, str]) -> tuple[int, int]:

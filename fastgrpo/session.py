@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore, same_rewards
+from fastgrpo.checkpoint.places import find_places
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.final_save import check_room
+from fastgrpo.history import go_back
 from fastgrpo.provenance import describe_start
 from fastgrpo.report import Report
 from fastgrpo.stages import Stages
@@ -58,6 +60,9 @@ class Session:
             restore(start.checkpoint, start.manifest, s.actor.policy, s.actor.optimizer, run.stateful, s.mesh)
             if not run.config.trainer.val_only and same_rewards(start.manifest, run.config, s.identity):
                 s.rewards.resume()  # a validation is worth nothing without scores, and functions that changed are new
+        places = find_places(start.folder, s.mesh)
+        if start.goes_on and places.leads(s.mesh.rank) and not s.mesh.is_main:
+            go_back(start.folder, start.step)  # of rank 0's the report does it
         provenance = describe_start(run.config, s.layout, s.mesh, s.identity, start, s.engine.info)
         self.report = Report(run.config, s.mesh, s.total_steps, start, provenance)
         run.watchdog.folder = self.report.folder
@@ -66,8 +71,9 @@ class Session:
         self._resumed_from = start.checkpoint if start.goes_on else None
         self._failures_said = 0
         root = self.report.folder / CHECKPOINTS
+        trainer, done = run.config.trainer, self._saved_at
         self._saver = Saver(
-            root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, run.config.trainer, complete=self._saved_at
+            root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, trainer, places, complete=done
         )
         return self
 

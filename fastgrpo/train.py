@@ -60,7 +60,8 @@ def run(argv: Sequence[str]) -> int:
         from fastgrpo.stopping import Stopped
         from fastgrpo.trainer import Trainer
 
-        check_resume(config)
+        if start.first_node:
+            check_resume(config)
         trainer = Trainer(config)
     try:
         trainer.run()

@@ -2,6 +2,8 @@
 
     folders.py    names, completeness, `latest`, retention      disk.py          files that survive a crash
     tensors.py    masters and optimizer <-> DCP shards          random_state.py  random generators
+    places.py     do all nodes see one folder?              words.py         between the writer threads of a save
+    room.py       room for it on each disk
     saver.py      saving while training goes on                 model.py         the Hugging Face folder
     resume.py     which run to continue, and from where         identity.py      fingerprints of what it is made of
     restore.py    a checkpoint back into the run            amend.py         a metric measured after the save

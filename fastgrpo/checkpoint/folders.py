@@ -48,6 +48,11 @@ class Manifest:
     metric: float | None  # trainer.best_metric at this step
     files: dict[str, int]  # bytes of every other file
     format: int = FORMAT
+    # Where nodes have disks of their own: `files` are those on the node of this number, of as many nodes, and all
+    # manifests of one save have the same name for it.
+    node: int = 0
+    nodes: int = 1
+    save: str = ""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -114,7 +119,8 @@ def read_manifest(folder: Path) -> Manifest:
 def _lacking(manifest: Manifest) -> str:
     """What of the types is wrong; "" for a manifest that this program wrote."""
     wrong = [name for name in ("config", "identity", "parts", "files") if not isinstance(getattr(manifest, name), dict)]
-    wrong += [name for name in ("step", "total_steps", "world") if type(getattr(manifest, name)) is not int]
+    numbers = ("step", "total_steps", "world", "node", "nodes")
+    wrong += [name for name in numbers if type(getattr(manifest, name)) is not int]
     wrong += [] if wrong or all(type(size) is int for size in manifest.files.values()) else ["files"]
     return f"{', '.join(wrong)} cannot be what it says" if wrong else ""
 
@@ -180,14 +186,16 @@ def point_again(root: Path, mode: str) -> None:
             write_durably(root / name, found.name + "\n")
 
 
-def tidy(root: Path, keep: int | None, *, best: str | None) -> None:
-    """After a save: point to the best one and remove old ones. What fails in it costs no checkpoint, and is said."""
+def tidy(root: Path, keep: int | None, *, best: str | None) -> list[Path]:
+    """After a save: point to the best one and remove old ones, which are returned. What fails in it costs no
+    checkpoint, and is said."""
     try:
         if best:
             point_to_best(root, best)
-        retire(root, keep, best=best)
+        return retire(root, keep, best=best)
     except OSError as error:
         log.error("%s: the new checkpoint is whole, but `best` did not move or an old one did not go: %s", root, error)
+        return []
 
 
 def retire(root: Path, keep: int | None, *, best: str | None) -> list[Path]:

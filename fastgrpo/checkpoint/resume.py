@@ -85,7 +85,8 @@ class _Asked:
 
 
 def check_resume(config: RunConfig) -> None:
-    """What the options alone show, before anything is loaded. Raises ConfigError where `find_start` would."""
+    """What the options alone show, before anything is loaded, on the first node: another may have a disk of its own,
+    with no more than its part of a run. Raises ConfigError where `find_start` would."""
     _choose(_Asked(config))
 
 
@@ -112,6 +113,11 @@ def _begin(asked: _Asked) -> tuple[Start, FileLock | None]:
     trainer = asked.config.trainer
     while True:
         choice = _choose(asked)
+        if choice.manifest is not None and choice.manifest.node > 0:
+            raise ConfigError(
+                f"{choice.checkpoint} was saved on each node's own disk, and rank 0 was on another node then, where "
+                "the run's rows and its model are: start so that it is there again (torchrun's --node-rank)"
+            )
         if choice.folder is None or trainer.val_only:
             folder = new_folder(trainer)
             return Start(folder, choice.checkpoint, choice.manifest, _told(choice, folder, asked)), take(folder)[0]

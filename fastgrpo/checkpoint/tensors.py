@@ -9,7 +9,8 @@ while the step goes on. Names: `model.<parameter>`, `optimizer.<parameter>.<stat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +27,10 @@ from fastgrpo.checkpoint.checksum import write_checksums
 from fastgrpo.checkpoint.index import read_index
 
 _READ_BYTES = 1 << 30  # full tensors that are read back at a time
+
+
+class ElsewhereError(OSError):
+    """What this rank holds now was written on another node's disk."""
 
 
 def training_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -71,10 +76,20 @@ class ShardPlanner(DefaultSavePlanner):
         return self._shards[index.fqn]
 
 
-def plan_files(folder: Path, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """All ranks' plans -> what each of them writes (what several hold is written once), into which file."""
-    plans, metadata = ShardPlanner({}).create_global_plan(plans)
-    return FileSystemWriter(folder).prepare_global_plan(plans), metadata
+def plan_files(folder: Path, plans: list[SavePlan], places: Sequence[int]) -> tuple[list[SavePlan], Metadata]:
+    """All ranks' plans -> what each of them writes, into which file. `places`, by rank: what several ranks hold is
+    written once in each, so that every place has all that its ranks hold."""
+    once, metadata = ShardPlanner({}).create_global_plan(plans)
+    if len(set(places)) > 1:
+        written: set[tuple[int, MetadataIndex]] = set()
+        once = [_unless_written(plan, place, written) for plan, place in zip(plans, places, strict=True)]
+    return FileSystemWriter(folder).prepare_global_plan(once), metadata
+
+
+def _unless_written(plan: SavePlan, place: int, written: set[tuple[int, MetadataIndex]]) -> SavePlan:
+    items = [item for item in plan.items if (place, item.index) not in written]
+    written |= {(place, item.index) for item in items}
+    return replace(plan, items=items)
 
 
 def write_shard(folder: Path, plan: SavePlan, planner: ShardPlanner) -> list[WriteResult]:
@@ -85,9 +100,11 @@ def write_shard(folder: Path, plan: SavePlan, planner: ShardPlanner) -> list[Wri
     return results
 
 
-def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """`.metadata`, from all ranks' results: which file holds which rows."""
-    FileSystemWriter(folder).finish(metadata, results)
+def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]], here: Sequence[bool]) -> None:
+    """`.metadata`, from all ranks' results: which file holds which rows. What was written in several places is looked
+    for in the files of the ranks that are `here`."""
+    order = sorted(range(len(results)), key=lambda rank: here[rank])  # the last word counts
+    FileSystemWriter(folder).finish(metadata, [results[rank] for rank in order])
 
 
 @torch.no_grad()
@@ -98,7 +115,14 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], metadata: Metadata) -
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     [plan] = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    _check_there(folder, plan, metadata)
     reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _check_there(folder: Path, plan: LoadPlan, metadata: Metadata) -> None:
+    files = {metadata.storage_data[item.storage_index].relative_path for item in plan.items}
+    if missing := sorted(name for name in files if not (folder / name).is_file()):
+        raise ElsewhereError(f"{', '.join(missing)} in {folder.name}/ not on this node")
 
 
 def restore_tensors(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

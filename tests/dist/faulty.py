@@ -75,6 +75,31 @@ def stop_in_the_rollout_of_step_3() -> None:
         _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGUSR1) if calls == 3 else None)
 
 
+def stop_in_the_rollout_of_step_4() -> None:
+    from fastgrpo import trainer
+
+    if _rank() == 1:
+        _before(trainer, "draw_own", lambda calls: os.kill(os.getpid(), signal.SIGUSR1) if calls == 4 else None)
+
+
+def die_on_rank_0_before_the_commit() -> None:
+    from fastgrpo.checkpoint import saver
+
+    if _rank() == 0:
+        _before(saver, "commit", _die_at(3))
+
+
+def fail_at_the_second_index() -> None:
+    """Of rank 0, when the other nodes have had the word for theirs."""
+    from fastgrpo.checkpoint import saver
+
+    def action(calls: int) -> None:
+        if calls == 2 and _rank() == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    _before(saver, "write_list", action)
+
+
 def rank_1_is_gone_when_asked_to_stop() -> None:
     """What torchrun does when a rank has died: SIGTERM to those that are left."""
     from fastgrpo import trainer

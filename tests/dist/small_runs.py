@@ -113,10 +113,13 @@ class SmallRuns:
         print(json.dumps(question), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
 
-    def start(self, ranks: int, document: dict[str, Any], *, faults: str | None = None) -> SmallRun:
+    def start(
+        self, ranks: int, document: dict[str, Any], *, faults: str | None = None, nodes: Sequence[Path] = ()
+    ) -> SmallRun:
+        """`nodes`: folders in which equal parts of the ranks run, as if each were a host with a disk of its own."""
         output = self._folder / f"output-{self._count}.txt"
         self._count += 1
-        return SmallRun(self, self.ask("start", ranks, document, str(output), faults), output)
+        return SmallRun(self, self.ask("start", ranks, document, str(output), faults, [*map(str, nodes)]), output)
 
     def close(self) -> None:
         self._process.kill()
@@ -142,14 +145,20 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def start(ranks: int, document: dict[str, Any], output: str, faults: str | None) -> list[int]:
+def start(ranks: int, document: dict[str, Any], output: str, faults: str | None, nodes: list[str]) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [fork(rank, ranks, port, document, output, faults) for rank in range(ranks)]
+    local = ranks // max(1, len(nodes))
+    return [
+        fork(rank, ranks, local, port, document, output, faults, nodes[rank // local] if nodes else None)
+        for rank in range(ranks)
+    ]
 
 
-def fork(rank: int, ranks: int, port: int, document: dict[str, Any], output: str, faults: str | None) -> int:
+def fork(
+    rank: int, ranks: int, local: int, port: int, document: dict[str, Any], output: str, faults: str | None, node: str | None
+) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -162,12 +171,14 @@ def fork(rank: int, ranks: int, port: int, document: dict[str, Any], output: str
         os.dup2(log, 2)
         os.environ.update(
             RANK=str(rank),
-            LOCAL_RANK=str(rank),
+            LOCAL_RANK=str(rank % local),
             WORLD_SIZE=str(ranks),
-            LOCAL_WORLD_SIZE=str(ranks),
+            LOCAL_WORLD_SIZE=str(local),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
         )
+        if node is not None:
+            os.chdir(node)
         status = train(document, faults)
     except BaseException:
         import traceback

@@ -103,8 +103,9 @@ def run_nodes(command: str, folders: list[Path], environ: dict[str, str]) -> lis
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            numbered = environ | {"NODE": str(len(started))}
             started.append(
-                subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=environ, text=True, **pipes)
+                subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=folder, env=numbered, text=True, **pipes)
             )
         printed = [process.communicate(timeout=240)[0] for process in started]
     finally:
@@ -146,6 +147,25 @@ def test_the_command_of_the_readme_trains_on_two_nodes_as_one_process_does(tiny_
         assert row["actor/loss"] == pytest.approx(expected["actor/loss"], rel=1e-4, abs=1e-6)
         assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
     assert (run / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_nodes_with_disks_of_their_own_save_and_begin_the_next_run(tiny_model: Path, tmp_path: Path) -> None:
+    """A folder a node. The second start has other options: the finished run's part on node 1 is no reason to refuse."""
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    small = f"{small_run(tiny_model, tmp_path)} trainer.max_steps=2 trainer.save_freq=1"
+    for options, begun in ((small, 1), (small.replace("rollout.n=3", "rollout.n=2"), 2)):
+        nodes = f"--nnodes=2 --nproc-per-node=2 --master-addr=127.0.0.1 --master-port={free_port()}"
+        command = f"python -m fastgrpo.torchrun {nodes} --node-rank=$NODE -m fastgrpo.train {options}"
+        run_nodes(command, folders, environment(tmp_path))
+        runs = [sorted((folder / "runs").iterdir()) for folder in folders]
+        assert [[run.name for run in on_node] for on_node in runs] == [[run.name for run in runs[0]]] * 2
+        assert len(runs[0]) == begun and (runs[0][-1] / "finished").read_text() == "2\n"
+        for node, on_node in enumerate(runs):
+            shards = sorted(
+                path.name for path in (on_node[-1] / "checkpoints" / "step_000002" / "state").glob("*.distcp")
+            )
+            assert shards == [f"__{rank}_0.distcp" for rank in (2 * node, 2 * node + 1)]
 
 
 @pytest.mark.slow

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo import host_memory
-from fastgrpo.checkpoint import Manifest, Saver, checksum, restore, saver
+from fastgrpo.checkpoint import Manifest, Saver, checksum, restore, room, saver
 from fastgrpo.checkpoint.checksum import crc32, safetensors_crc32
 from fastgrpo.checkpoint.folders import find_checkpoints, read_manifest
+from fastgrpo.checkpoint.places import Places
 from fastgrpo.checkpoint.random_state import random_state, set_random_state
 from fastgrpo.checkpoint.tensors import copy_to_host, training_tensors
 from fastgrpo.config import OptimConfig, TrainerConfig
@@ -50,7 +51,7 @@ def manifest(step: int, metric: float | None = None, **parts: Any) -> Manifest:
 
 
 def saver_of(root: Path, made: tuple[Policy, torch.optim.Optimizer], model: Path, mesh: Mesh, **options: Any) -> Saver:
-    return Saver(root, *made, AutoTokenizer.from_pretrained(model), mesh, TrainerConfig(**options))
+    return Saver(root, *made, AutoTokenizer.from_pretrained(model), mesh, TrainerConfig(**options), Places((0,)))
 
 
 def values(made: tuple[Policy, torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
@@ -164,7 +165,7 @@ def test_a_full_disk_costs_that_save_alone(
     with caplog.at_level(logging.ERROR):
         saving.save(manifest(2), random_state(), wait=True)  # seen before
     assert "CHECKPOINT NOT SAVED (step_000002): OSError: a checkpoint takes 0.0047 GiB and 0.00" in caplog.text
-    monkeypatch.setattr(saver, "free_bytes", lambda folder: 1 << 40)
+    monkeypatch.setattr(room, "free_bytes", lambda folder: 1 << 40)
     with caplog.at_level(logging.ERROR):
         saving.save(manifest(3), random_state(), wait=True)  # met while writing
     assert "CHECKPOINT NOT SAVED (step_000003)" in caplog.text

@@ -109,6 +109,7 @@ def test_missing_gpus(wanted: int, device: str, found: int, ranks: int, fragment
         (8, {"WORLD_SIZE": "1", GUARD: "1"}, Launch(1, 1, False)),
         (8, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, Launch(2, 2, False)),
         (8, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, Launch(16, 8, False)),
+        (8, {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1"}, Launch(16, 8, False, first_node=False)),
         (8, {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", GUARD: "1"}, Launch(8, 8, False)),
         (0, {}, Launch(1, 1, False)),  # refused by the rules
     ],
