@@ -255,7 +255,8 @@ def test_resumed_on_another_layout(
     actual, expected = (
         next(row for row in rows(run) if row["step"] == 3 and "actor/loss" in row) for run in (folder, unbroken[0])
     )
-    assert actual["actor/loss"] == pytest.approx(expected["actor/loss"], rel=1e-5, abs=1e-7)
+    # terms of order 1 that cancel: what is left of them is their rounding
+    assert actual["actor/loss"] == pytest.approx(expected["actor/loss"], rel=1e-5, abs=1e-6)
     assert actual["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
     assert actual["reward/mean"] == expected["reward/mean"]
     aside = next(folder.glob("aside-*"))
