@@ -155,7 +155,9 @@ def test_savings_of_memory_change_nothing(truth, ranks, options):
 
 
 @pytest.mark.slow
-def test_two_agents_of_two_processes_are_one_of_four(truth, tmp_path):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_agents_of_two_processes_are_one_of_four(truth, tmp_path, replicas):
+    """With 2 replicas each agent, a node, holds a whole copy (HSDP)."""
     folder, expected = truth("untied, 1 kv head")
     port = free_port()
     two = [f"--nnodes=2 --nproc-per-node=2 --node-rank={node} --rdzv-id=parity".split() for node in (0, 1)]
@@ -163,7 +165,7 @@ def test_two_agents_of_two_processes_are_one_of_four(truth, tmp_path):
     one = ["--standalone", "--nproc-per-node=4"]
     for name, commands in (("two", agents), ("one", [one])):
         file = tmp_path / f"{name}.pt"
-        processes = [start_agent([*command, "--local-addr=127.0.0.1"], folder, file) for command in commands]
+        processes = [start_agent([*command, "--local-addr=127.0.0.1"], folder, file, replicas) for command in commands]
         try:
             for process in processes:
                 _, errors = process.communicate(timeout=300)
@@ -176,11 +178,11 @@ def test_two_agents_of_two_processes_are_one_of_four(truth, tmp_path):
         assert_same_update(result, expected)
 
 
-def start_agent(options, folder, file):
+def start_agent(options, folder, file, replicas):
     script = Path(__file__).with_name("agents.py")
     environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(folder), str(file)],
+        [sys.executable, "-m", "torch.distributed.run", *options, *map(str, (script, folder, file, replicas))],
         env=environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,9 +1,13 @@
-"""The real vLLM on two gloo ranks: two engines side by side, and one engine over both."""
+"""The real vLLM on gloo ranks: two engines side by side, one engine over two ranks, and three such engines in a run."""
 
 import importlib.util
+import json
 import multiprocessing
 import os
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +80,53 @@ def test_two_ranks(tmp_path, tp):
         else:  # two engines: each its share, all samples different
             assert [row[:2] for row in first + second] == [(r.uid, r.sample) for r in requests_for(PROMPTS, n=4)]
             assert len({tuple(row[2]) for row in first + second}) == 20
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def trained(folder, model, ranks, *options):
+    """2 steps of 5 prompts x 3 samples by vLLM: rows of metrics.jsonl, (uid, answer) a step, what was printed."""
+    folder.mkdir()
+    (folder / "length.py").write_text("def compute_score(response):\n    return len(response) / 10\n")
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "fastgrpo.torchrun",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "fastgrpo.train",
+        ),
+        *("+exp=quickstart", f"model.path={model}", "trainer.device=cpu", "trainer.max_steps=2", "data.val_files=[]"),
+        *("data.train_batch_size=5", "rollout.n=3", "data.max_response_length=6", "rollout.kv_cache_gib=0.125"),
+        *("rollout.max_num_seqs=32", "reward.functions.answer.kind=custom", "trainer.save_final=false"),
+        *("reward.functions.answer.path=length.py", *options),
+    ]
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environ = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [run] = (folder / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    answers = [
+        [(row["uid"], row["response"]) for row in map(json.loads, path.read_text().splitlines())]
+        for path in sorted((run / "rollouts").iterdir())
+    ]
+    return rows, answers, done.stdout
+
+
+def test_three_engines_over_two_ranks_each(tiny_model, tmp_path):
+    """World 6: dp 3 x SP 2 trains, 3 engines of TP 2 draw 2, 2 and 1 of the 5 prompts. Against one process."""
+    layout = ("rollout.tensor_model_parallel_size=2", "actor.ulysses_sequence_parallel_size=2")
+    rows, answers, said = trained(tmp_path / "six", tiny_model, 6, *layout)
+    right, expected, _ = trained(tmp_path / "one", tiny_model, 1)
+    assert re.search(r"over 3 = 6 ranks / 2 \(rollout.tensor_model_parallel_size\)", said)
+    assert answers == expected and [len(step) for step in answers] == [15, 15]
+    assert len({response for step in answers for _, response in step}) > 15
+    for row, alone in zip(rows, right, strict=True):
+        assert row["gap/abs_mean"] < 1e-5
+        assert row["actor/loss"] == pytest.approx(alone["actor/loss"], rel=1e-4, abs=1e-6)
+        assert row["actor/grad_norm"] == pytest.approx(alone["actor/grad_norm"], rel=1e-4)
