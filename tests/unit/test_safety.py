@@ -78,7 +78,7 @@ def calls() -> Iterator[tuple[str, str, dict[str, str]]]:
 
 def test_nothing_else_unpickles() -> None:
     """But a worker what its own trainer sends it, and a rank what the others of its job say."""
-    ours = {"fastgrpo/reward/worker.py", "fastgrpo/checkpoint/saver.py"}
+    ours = {"fastgrpo/reward/worker.py", "fastgrpo/checkpoint/words.py"}
     loads = [(file, name) for file, name, _ in calls() if name in ("pickle.load", "pickle.loads", "cloudpickle.loads")]
     assert {file for file, _ in loads} <= ours
     unsafe = [call for call in calls() if call[1] == "torch.load" and call[2].get("weights_only") != "True"]
