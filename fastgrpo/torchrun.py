@@ -38,14 +38,22 @@ def main(argv: Sequence[str]) -> int:
         except SignalException as error:
             return abs(_status(file)) or 128 + error.sigval
         except ChildFailedError as error:
-            codes = [failure.exitcode for failure in error.failures.values()]
             status = _status(file)
             if status <= 0:  # -AGAIN: torchrun has ended the others while they loaded; what failed first counts
-                status = max([code for code in codes if code != AGAIN] or codes)
+                status = _status_of([(one.timestamp, one.exitcode) for one in error.failures.values()])
             if status == 1:
                 raise  # the workers' traceback is above, torchrun's summary of it below
             return status if status > 0 else 128 - status
     return 0
+
+
+def _status_of(failures: Sequence[tuple[int, int]]) -> int:
+    """Of ranks that failed, (time in seconds, exit code) of each: where the first of them was killed, its signal, below
+    0, for the others then say that it is gone; else the largest code. Those that want to be started again come last,
+    and SIGTERM is what torchrun ends the others with."""
+    failed = [failure for failure in failures if failure[1] != AGAIN] or list(failures)
+    _, first = min(failed)
+    return first if first < 0 and first != -signal.SIGTERM else max(code for _, code in failed)
 
 
 def set_defaults(environ: MutableMapping[str, str]) -> None:

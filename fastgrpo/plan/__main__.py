@@ -58,6 +58,10 @@ def run(argv: list[str]) -> int:
     if "--markdown" in argv:
         argv.remove("--markdown")
         return _table(argv, where)
+    if sum(argument.startswith("+exp=") for argument in argv) > 1:
+        raise UserError(
+            "several experiments make a table: add --markdown and trainer.gpu_memory_gib, or leave one +exp="
+        )
     config = read_config(argv)
     sizes, layout = _read(config, where)
     console.say("\n".join(layout.table()))

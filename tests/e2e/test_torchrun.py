@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgrpo.torchrun import STATUS_FILE, leave_status, set_defaults
+from fastgrpo.torchrun import STATUS_FILE, _status_of, leave_status, set_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
@@ -100,6 +100,31 @@ def test_a_failure_while_the_run_is_loaded_is_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fastgrpo.torchrun", "--standalone", "--nproc-per-node=2", str(script)]
     job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert job.returncode == 3 and "before the run began" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("failures", "status"),
+    [
+        ([(7, 1), (5, -9)], -9),  # rank 1 was killed, rank 0 says later that its peer is gone
+        ([(5, 1), (5, -9)], -9),  # in the same second
+        ([(5, 1), (7, -9)], 1),  # an error, and the other had to be killed
+        ([(5, 1), (5, -15)], 1),  # and the other was ended
+        ([(5, 70), (5, 1)], 70),
+        ([(5, 75), (6, 3)], 3),
+        ([(5, 75), (6, 75)], 75),
+    ],
+)
+def test_the_status_of_ranks_that_failed(failures: list[tuple[int, int]], status: int) -> None:
+    assert _status_of(failures) == status
+
+
+def test_a_rank_that_was_killed_gives_the_status(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    text = "import os, signal, sys, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+    script.write_text(f"{text}signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\ntime.sleep(5)\nsys.exit(1)\n")
+    command = [sys.executable, "-m", "fastgrpo.torchrun", "--standalone", "--nproc-per-node=2", str(script)]
+    job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert job.returncode == 137, job.stderr
 
 
 def test_defaults_in_both_spellings() -> None:

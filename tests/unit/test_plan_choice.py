@@ -479,6 +479,7 @@ def test_a_folder_with_config_json_alone_is_enough(capsys: pytest.CaptureFixture
         (("--markdown", "+exp=quickstart"), "--markdown needs one size of GPU: add trainer.gpu_memory_gib=80"),
         (("--shapes", str(SHAPES), "+exp=rules_zh", "rollout.tensor_model_parallel_size=4"), "14 attention heads"),
         (("--markdown", "trainer.gpu_memory_gib=79"), "--markdown makes a row for each experiment and was given none"),
+        (("+exp=quickstart", "+exp=gsm8k_8xa100"), "several experiments make a table: add --markdown"),
         (("+exp=quickstart", "--nnodes"), "--nnodes needs a number"),
         (("--nnodes", "0", "+exp=quickstart"), "--nnodes 0: not a whole number above 0"),
         (("+exp=nothing",), "there is no experiment 'nothing'"),
