@@ -211,6 +211,16 @@ def refine_kernel(
     tl.store(sum_ptr + row, total)
 
 
+def _operands(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor | int, ...]:
+    """The first arguments of both kernels; without a bias any pointer stands for one."""
+    bias = hidden_CH if bias_V is None else bias_V
+    return hidden_CH, *hidden_CH.stride(), weight_VH, *weight_VH.stride(), bias
+
+
+def _constants(bias_V: Tensor | None, softcap_inverse: float) -> dict[str, int]:
+    return {"HAS_BIAS": bias_V is not None, "HAS_SOFTCAP": softcap_inverse != 0, "BLOCK": _BLOCK, "num_warps": 4}
+
+
 def target_logits(
     hidden_CH: Tensor,
     weight_VH: Tensor,
@@ -223,21 +233,14 @@ def target_logits(
 ) -> None:
     """Fill out_C, fp32; for a target outside the vocabulary with the logit of token 0."""
     target_logits_kernel[(hidden_CH.shape[0],)](
-        hidden_CH,
-        *hidden_CH.stride(),
-        weight_VH,
-        *weight_VH.stride(),
-        bias_V if bias_V is not None else hidden_CH,
+        *_operands(hidden_CH, weight_VH, bias_V),
         target_C,
         slope_C,
         out_C,
         softcap_inverse,
         hidden_CH.shape[1],
         weight_VH.shape[0],
-        HAS_BIAS=bias_V is not None,
-        HAS_SOFTCAP=softcap_inverse != 0,
-        BLOCK=_BLOCK,
-        num_warps=4,
+        **_constants(bias_V, softcap_inverse),
     )
 
 
@@ -255,11 +258,7 @@ def refine(
 ) -> None:
     """out (a RowStats): its shifts are what `sums` are about; the rest is filled anew."""
     refine_kernel[(hidden_CH.shape[0],)](
-        hidden_CH,
-        *hidden_CH.stride(),
-        weight_VH,
-        *weight_VH.stride(),
-        bias_V if bias_V is not None else hidden_CH,
+        *_operands(hidden_CH, weight_VH, bias_V),
         target_C,
         slope_C,
         *sums,
@@ -267,9 +266,6 @@ def refine(
         softcap_inverse,
         hidden_CH.shape[1],
         weight_VH.shape[0],
-        HAS_BIAS=bias_V is not None,
-        HAS_SOFTCAP=softcap_inverse != 0,
+        **_constants(bias_V, softcap_inverse),
         TARGET=not target_is_exact,
-        BLOCK=_BLOCK,
-        num_warps=4,
     )
