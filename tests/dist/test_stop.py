@@ -59,6 +59,7 @@ VALIDATED = {
 }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_before_its_validation_may_be_the_best(
     runs: SmallRuns, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_model_that_will_not_fit_is_refused_before_training(
     runs.start(1, document(tmp_path, tiny_model, trainer__save_final=False), faults="no_room_for_the_model").finish()
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_checkpoint_is_lost_is_not_finished(
     runs: SmallRuns, tiny_model: Path, tmp_path: Path
 ) -> None:

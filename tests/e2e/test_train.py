@@ -77,6 +77,7 @@ def test_quickstart_leaves_everything_it_promises(tmp_path: Path, tiny_model: Pa
     assert re.match(r"step 1/2 \| reward \d\.\d+ ±\d\.\d+ \| loss -?\d+\.\d+ \| gen [\d.]+s reward", step_lines[0])
 
 
+@pytest.mark.slow
 def test_several_updates_with_reference_and_old_logprobs(tmp_path: Path, tiny_model: Path) -> None:
     done = train(
         tmp_path,
@@ -101,6 +102,7 @@ def test_several_updates_with_reference_and_old_logprobs(tmp_path: Path, tiny_mo
     assert done.stdout.splitlines()[-1].startswith("2 steps in ")
 
 
+@pytest.mark.slow
 def test_a_cut_vocabulary_trains_and_says_what_the_gate_looks_at(tmp_path: Path, tiny_model: Path) -> None:
     arguments = ["rollout.name=hf", "rollout.temperature=0.7", "rollout.top_p=0.9", "data.val_files=[]"]
     done = train(tmp_path, tiny_model, "+exp=quickstart", *arguments, "trainer.save_final=false")

@@ -75,6 +75,7 @@ def test_val_only_measures_and_ends(tmp_path: Path, tiny_model: Path, capsys: py
     assert row["val/reward"] == pytest.approx(sum(answer["reward"] for answer in answers) / len(answers))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_by_a_sets_own_metric(tmp_path: Path, tiny_model: Path) -> None:
     options = {"save_freq": 1, "test_freq": 1, "max_steps": 2, "best_metric": "val/hard/mean@3", "max_ckpt_to_keep": 1}
     run(document(tmp_path, tiny_model, **options))

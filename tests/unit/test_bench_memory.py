@@ -47,6 +47,7 @@ def test_host_memory_sees_what_came_and_went(monkeypatch):
     assert host.taken == 600
 
 
+@pytest.mark.slow
 def test_a_smoke_run(tmp_path, capsys):
     out = tmp_path / "memory.json"
     with one_process():

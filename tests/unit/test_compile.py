@@ -112,6 +112,7 @@ def test_an_update_by_inductor(mesh: Any, folder: Path, options: dict[str, Any])
     close(one_update(folder, mesh=mesh, compile_backend=INDUCTOR, **options), plain, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [pytest.param(RECOMPUTED, id="recomputed"), *VARIANTS])
 def test_one_set_of_graphs_for_all_lengths_and_passes(mesh: Any, folder: Path, options: dict[str, Any]) -> None:
     """An update makes them; no later length and no old pass makes another. A reference has its own set."""
