@@ -6,7 +6,8 @@
 
 All ranks take the same decisions, from the least that any of them finds: the micro-batches and the sharded state must
 be cut alike. With trainer.gpu_memory_gib torch's allocator is capped too, so that a run on a larger GPU shows what it
-would do on the smaller one. (The engine's cache lies outside of that cap; its size is the plan's.)
+would do on the smaller one. What the engine holds comes on top of that cap: torch counts it also while the engine
+sleeps and its pages are gone, and its size is the plan's.
 """
 
 from __future__ import annotations
@@ -107,10 +108,18 @@ def _usable(config: RunConfig, device: torch.device) -> int:
     """Bytes of this rank's GPU: what is free now, with this process's own context."""
     free, total = torch.cuda.mem_get_info(device)
     usable, cap = min(total, free + CUDA_CONTEXT), config.trainer.gpu_memory_gib
-    if cap is None:
-        return usable
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap * GIB / total), device)
-    return min(usable, int(cap * GIB))
+    cap_memory(config, device)
+    return usable if cap is None else min(usable, int(cap * GIB))
+
+
+def cap_memory(config: RunConfig, device: torch.device, engine_bytes: int = 0) -> None:
+    """Holds torch's allocator to trainer.gpu_memory_gib, if that is set, and `engine_bytes`, which it counts for an
+    engine whether that sleeps or not. To be called again when an engine has been built."""
+    cap = config.trainer.gpu_memory_gib
+    if cap is None or device.type != "cuda":
+        return
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (cap * GIB + engine_bytes) / total), device)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from fastgrpo.config import (
 from fastgrpo.data.order import PromptOrder
 from fastgrpo.data.prompts import PromptSet, load_prompts, load_tokenizer, prompts_from_python
 from fastgrpo.flops import ModelFlops, peak_flops
-from fastgrpo.gpu import settle_engine, settle_memory
+from fastgrpo.gpu import cap_memory, settle_engine, settle_memory
 from fastgrpo.launch import count_gpus, resolve_device, started
 from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
@@ -152,6 +152,7 @@ def build_stages(
     before = _allocated(mesh.device)
     engine = engine or build_engine(config, mesh, model_dir, end_ids(tokenizer, model_dir))
     engine_bytes = held + _allocated(mesh.device) - before
+    cap_memory(config, mesh.device, engine_bytes)
     share = Share(
         dp=mesh.dp,
         dp_rank=mesh.dp_rank,
