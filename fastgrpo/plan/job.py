@@ -59,7 +59,7 @@ class Job:
     compute_width: int
     engine_width: int
     reference_width: int
-    liger: bool  # fused RMSNorm and SwiGLU
+    liger: bool  # fused RMSNorm, SwiGLU and rotary embedding
     varlen: bool  # attention on packed rows without padding
     reference_head: bool  # actor.head: the chunked torch form instead of the kernels
     entropy_gradient: bool

@@ -146,7 +146,7 @@ def build_policy(
     if lora is not None:
         adapted = add_adapters(lm, lora)
         checkpoint_map = checkpoint_map.renamed(lambda name: renamed(name, adapted))
-    if use_liger and not compile_backend and mesh.device.type == "cuda" and liger.is_installed():
+    if use_liger and not compile_backend and liger.is_usable(mesh.device):
         liger.use_liger_modules(lm)
     if mlp_slices > 1:
         slice_mlps(blocks(lm), mlp_slices)
