@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, models: Path) -> list[dict[str, Any]]:
     requests = make_requests(stages.train.prompts, rollout.n, run_seed=0, step=0, max_tokens=data.max_response_length)
     seconds: dict[str, list[float]] = {way: [] for way in args.ways}
     counts: dict[str, int] = {}
-    with stages.engine.awake(stages.actor.export, stages.actor.version):
+    with stages.engine_awake():
         for _ in range(args.rounds):
             for way in args.ways:
                 start = time.perf_counter()

@@ -11,7 +11,11 @@ by more than 1 % from the second cycle to the last. Fragmentation is what torch 
 has given back all that it can. A row of bench/results/sync_<gpu>.json: {shape, ranks, tensor_parallel, cycles, wake_s,
 sync_s, sleep_s, total_s (medians after the second cycle; wake without the sync), first (the first cycle's),
 sleeping_gib_cycle_2, sleeping_gib_last, memory_steady, fragmentation_gib_cycle_2, fragmentation_gib_last,
-fragmentation_steady, greedy_identical, engine, versions, commit, device}; of several ranks the first rank's.
+fragmentation_steady, greedy_identical, parking, engine, versions, commit, device}; of several ranks the first rank's.
+
+With `actor.fsdp.offload_during_rollout=true` masters and optimizer are on the host meanwhile; going there is part of
+sync_s and total_s. parking: {gib (copied, and given back), alone_s (to go, beside nothing), sync_plain_s (of cycles
+without it: what sync_s has beyond is visible), masters_back_s, all_back_s (to come back)}, medians; else null.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +103,7 @@ def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
     trainer.step()  # from here on AdamW's state is there
     cycles = [cycle(trainer) for _ in range(args.cycles)]
     stages = trainer.stages
+    parked = stages.config.actor.fsdp.offload_during_rollout
     row = {
         "shape": args.shape,
         "ranks": stages.mesh.world,
@@ -107,6 +113,7 @@ def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
         "first": {name: round(cycles[0][name], 4) for name in ("wake_s", "sync_s", "sleep_s", "total_s")},
         **steadiness(cycles),
         "greedy_identical": all(one["tokens"] == cycles[0]["tokens"] for one in cycles),
+        "parking": parking(trainer, cycles) if parked else None,
         "engine": dict(stages.engine.info),
     }
     is_main = stages.mesh.is_main
@@ -114,8 +121,8 @@ def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
     return row, is_main
 
 
-def cycle(trainer: Trainer) -> dict[str, Any]:
-    """One wake with the weights brought over, a few greedy answers, and the sleep."""
+def cycle(trainer: Trainer, *, park: bool = True) -> dict[str, Any]:
+    """One wake with the weights brought over, a few greedy answers, and the sleep. `park`: as the options say."""
     stages = trainer.stages
     engine: Any = stages.engine
     requests = [
@@ -123,23 +130,50 @@ def cycle(trainer: Trainer) -> dict[str, Any]:
         for prompt in stages.train.prompts[:4]
     ]
     engine._version = None  # as after an update: the weights are brought over
-    start = now()
-    awake = engine.awake(stages.actor.export, stages.actor.version)
-    awake.__enter__()
-    woke = now()
-    tokens = [rollout.response_ids.tolist() for rollout in engine.generate(requests, GREEDY)]
-    drew = now()
-    awake.__exit__(None, None, None)
-    slept = now()
-    stages.actor.take_back()
+    with ExitStack() as lent:
+        start = now()
+        export = lent.enter_context(stages.actor.lent(held=False)) if park else stages.actor.policy.export
+        with ExitStack() as awake:
+            awake.enter_context(engine.awake(export, stages.actor.version))
+            woke = now()
+            tokens = [rollout.response_ids.tolist() for rollout in engine.generate(requests, GREEDY)]
+            drew = now()
+        slept = now()
+    masters_back = stream_done()
     return {
         "wake_s": woke - start - engine.sync_s,
         "sync_s": engine.sync_s,
         "sleep_s": slept - drew,
         "total_s": woke - start + slept - drew,
+        "masters_back_s": masters_back - slept,
+        "all_back_s": now() - slept,
         "tokens": tokens,
         **memory_asleep(),
     }
+
+
+def parking(trainer: Trainer, cycles: list[dict[str, Any]]) -> dict[str, float]:
+    """See above; cycles of its own for what is not in `cycles`."""
+    plain = [cycle(trainer, park=False) for _ in cycles]
+    alone = [park_alone(trainer) for _ in cycles]
+    return {
+        **{name: median(alone[2:], name) for name in ("gib", "alone_s")},
+        "sync_plain_s": median(plain[2:], "sync_s"),
+        **{name: median(cycles[2:], name) for name in ("masters_back_s", "all_back_s")},
+    }
+
+
+def park_alone(trainer: Trainer) -> dict[str, float]:
+    """Seconds until masters and optimizer are off the GPU with nothing beside, and what that frees."""
+    start, before = now(), allocated_gib()
+    with trainer.stages.actor.lent(held=True):
+        gone = now()
+        freed = before - allocated_gib()
+    return {"gib": freed, "alone_s": gone - start}
+
+
+def allocated_gib() -> float:
+    return torch.cuda.memory_allocated() / GIB if torch.cuda.is_available() else 0.0
 
 
 def memory_asleep() -> dict[str, float]:
@@ -166,6 +200,13 @@ def steadiness(cycles: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def stream_done() -> float:
+    """When the compute stream is through with what it was given; copies on other streams may go on."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 

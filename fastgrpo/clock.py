@@ -13,7 +13,8 @@ _GIB = 1 << 30
 
 class Clock:
     """`with clock("gen"): ...` adds to that phase. On CUDA a phase ends when its work has ended, so that no phase pays
-    for the one before: a handful of waits a step."""
+    for the one before: a handful of waits a step. Work is what this thread's stream was given and waits for; copies
+    that go on beside it (policy/parking.py) end no phase."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Clock:
         with self._watch(phase):
             yield
             if self._cuda:
-                torch.cuda.synchronize(self._device)
+                torch.cuda.current_stream(self._device).synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def note_rollout_memory(self) -> None:

@@ -121,6 +121,7 @@ class Session:
         )
         with run.watchdog.stage("save"):
             self.report.flush()
+            s.actor.settle()
             self._saver.save(manifest, self._noted[1], wait=wait)
         self._saved_at = step
 

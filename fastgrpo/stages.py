@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ class Stages:
     order: PromptOrder  # where the run is in its data
     kl_controller: KlController  # of the KL in the reward
     lengths: LengthHistory  # of the answers to each prompt
+
+    @contextmanager
+    def engine_awake(self) -> Iterator[None]:
+        """The engine awake with the policy's weights; what the trainer can spare meanwhile is away."""
+        actor, engine = self.actor, self.engine
+        with actor.lent(held=engine.holds(actor.version)) as export, engine.awake(export, actor.version):
+            yield
 
     def peak_seconds(self, mini_batches: Sequence[MiniBatch], passes: int) -> float | None:
         """What the update's work would take the devices at their peak; None where that is unknown."""

@@ -163,9 +163,8 @@ class Trainer:
     def validate(self, report: Report | None = None) -> Validation:
         """The held-out score of the weights as they are."""
         s, step = self.stages, self.steps_done
-        with s.engine.awake(s.actor.export, s.actor.version):
+        with s.engine_awake():
             own = draw_answers(s.engine, s.val.prompts, self.config, s.mesh, step=step)
-        s.actor.take_back()
         pass_score = self.config.rollout.val_kwargs.pass_score
         result, samples = validate(own, s.rewards, s.val.prompts, s.tokenizer, s.mesh, step=step, pass_score=pass_score)
         self._validated_at = step
@@ -209,12 +208,11 @@ class Trainer:
         )
         with ExitStack() as awake:
             with clock("sync"):
-                awake.enter_context(s.engine.awake(s.actor.export, s.actor.version))
+                awake.enter_context(s.engine_awake())
             with clock("gen"):
                 own = draw_own(s.engine, requests, config.rollout.n, s.sampling, s.mesh)
                 probes += draw_probes(s.engine, requests, config.rollout.n, s.sampling, s.mesh)
             clock.note_rollout_memory()
-        s.actor.take_back()
         self.stopper.check()  # what was drawn is drawn again after the resume
         rows = drawing_rows(requests, config.rollout.n, s.mesh.engines)
         with clock("reward"):

@@ -11,6 +11,7 @@ device within a mini-batch; the gradient norm is the one number read back after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +31,8 @@ from fastgrpo.metrics import Sums
 from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.nonfinite import BadUpdate, Pass, unhealthy
-from fastgrpo.policy.optim import HostParking, apply_update, build_adamw, learning_rate, training_state
+from fastgrpo.policy.optim import apply_update, build_adamw, learning_rate, masters, moments
+from fastgrpo.policy.parking import HostParking
 
 Logprobs = list[list[Tensor]]  # of the rows of each micro-batch of each mini-batch, on this rank
 
@@ -58,15 +60,29 @@ class Actor:
         self._skipped_in_a_row = 0
         self._parking = HostParking()
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, for the engine (see Policy.export). With `offload_during_rollout` masters and optimizer
-        then leave the device, until `take_back`."""
-        yield from self.policy.export()
-        if self._config.fsdp.offload_during_rollout:
-            self._parking.park(training_state(self.optimizer))
+    @contextmanager
+    def lent(self, *, held: bool) -> Iterator[Callable[[], Iterator[tuple[str, Tensor]]]]:
+        """Around an engine that is awake: the export of the policy's weights for it (see Policy.export). With
+        `offload_during_rollout` masters and optimizer leave the device meanwhile: at once where the engine has the
+        weights already (`held`), else when the last one is out, which is before an engine takes its cache. After an
+        exception they stay away, because the engine may still have the memory."""
+        if not self._config.fsdp.offload_during_rollout:
+            yield self.policy.export
+            return
+        self._parking.send(masters(self.optimizer), moments(self.optimizer))
+        if held:
+            self._parking.free()
+        yield self._last_export
+        self._parking.bring_back()
 
-    def take_back(self) -> None:
-        self._parking.unpark()
+    def _last_export(self) -> Iterator[tuple[str, Tensor]]:
+        self._parking.require_readable()
+        yield from self.policy.export()
+        self._parking.free()
+
+    def settle(self) -> None:
+        """Before masters and optimizer state are read from outside: the optimizer's may still be on its way back."""
+        self._parking.arrive()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides masters and optimizer."""
@@ -88,7 +104,9 @@ class Actor:
         return [self.score(self.reference, mini_batch.micro) for mini_batch in mini_batches]
 
     def score(self, model: Policy, batches: Sequence[ShardedBatch]) -> list[Tensor]:
-        """Logprobs of the rows of each micro-batch, without gradient."""
+        """Logprobs of the rows of each micro-batch, without gradient. Raises RuntimeError where `lent` has taken the
+        weights away, as `update` does."""
+        self._parking.require_home()
         head = partial(score_head, temperature=self._temperature, kernel=self._kernel)
         return [model.score(batch, head).logprobs_R for batch in batches]
 
@@ -116,6 +134,7 @@ class Actor:
 
         Raises RuntimeError after `max_skipped_updates` of them in a row.
         """
+        self._parking.require_home()
         rollout_version = self.version
         grad_norms: list[float] = []
         skipped, lr = 0, 0.0
@@ -129,6 +148,7 @@ class Actor:
                 passes = self._backward(mini_batch, old, ref, own, at_rollout=self.version == rollout_version)
                 lr = learning_rate(self._config.optim, self.version + 1, self._total_updates)
                 flag = unhealthy(passes, self.policy.device)
+                self._parking.arrive()
                 grad_norm, stepped = apply_update(self.optimizer, lr, self._config.grad_clip, flag)
                 grad_norms.append(grad_norm)
                 self.version += 1

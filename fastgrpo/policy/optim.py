@@ -1,4 +1,4 @@
-"""AdamW over sharded masters: schedule, clipping, the update that refuses non-finite gradients, parking on the host.
+"""AdamW over sharded masters: schedule, clipping, the update that refuses non-finite gradients.
 
 The learning rate is a pure function of the update's number, so a resumed run needs no scheduler state.
 """
@@ -69,45 +69,18 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-class HostParking:
-    """Lends the device memory of parameters and optimizer state to the engine: `park` copies each storage to pinned
-    host memory and frees it in place, `unpark` brings it back. In place, because FSDP keeps views of its shards: a new
-    tensor would leave them behind. Nothing happens to tensors that live on the CPU."""
+def masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that `optimizer` moves."""
+    return [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
 
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
 
-    def park(self, tensors: Iterable[Tensor]) -> None:
-        if self._copies:
-            raise RuntimeError("park called twice")
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            if storage.device.type == "cuda" and storage.nbytes():
-                storages[storage.data_ptr()] = storage
-        for storage in storages.values():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
-            host.copy_(storage, non_blocking=True)
-            self._copies.append((storage, host))
-        if self._copies:
-            torch.cuda.synchronize()  # the bytes must have left before the storages are freed
-        for storage, _ in self._copies:
-            storage.resize_(0)
-
-    def unpark(self) -> None:
-        for storage, host in self._copies:
-            storage.resize_(host.nbytes())
-            storage.copy_(host, non_blocking=True)
-        if self._copies:
-            torch.cuda.synchronize()
-        self._copies.clear()
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What `optimizer` keeps of each of its parameters (AdamW: two moments and the count of steps); nothing before its
+    first step."""
+    states = (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def training_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Masters and optimizer state: all that sleeps while the engine generates."""
-    tensors: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            tensors.append(parameter.data)
-            tensors.extend(value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
-    return tensors
+    """Masters, then moments: all that sleeps while the engine generates."""
+    return [*masters(optimizer), *moments(optimizer)]

@@ -33,9 +33,15 @@ class RolloutEngine(Protocol):
         """What served, for the run's records: library, version and what else decides what is drawn."""
         ...
 
+    def holds(self, version: int) -> bool:
+        """Whether `awake(export, version)` would do without asking `export`: these weights are here already. The same
+        on every rank."""
+        ...
+
     def awake(self, export: WeightExport, version: int) -> AbstractContextManager[None]:
-        """Wake with the weights of `version` (loaded through `export` when the engine does not hold them yet), sleep on
-        leaving. `version` counts the policy's updates."""
+        """Wake with the weights of `version`, sleep on leaving. `version` counts the policy's updates. An engine that
+        does not hold them loads them through `export`, once and to its end, before it takes memory for its cache: at
+        that end the trainer gives its own away."""
         ...
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:

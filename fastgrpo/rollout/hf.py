@@ -67,11 +67,14 @@ class HfEngine:
         self._is_awake = False
         self._version: int | None = None
 
+    def holds(self, version: int) -> bool:
+        return self._version == version
+
     @contextmanager
     def awake(self, export: WeightExport, version: int) -> Iterator[None]:
         if self._is_awake:
             raise RuntimeError("The engine is awake already: `awake` does not nest.")
-        if self._version != version:
+        if not self.holds(version):
             self._version = None  # until the load is complete
             self._load(export() if self._check is None else self._check.noting(export()))
             self._version = version

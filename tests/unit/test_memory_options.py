@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cases import full_weights, make_rollouts, mini_batches_of, one_batch, one_process, policy_of, share_of
+from cpu_parking import CpuParking, is_there, overwrite_freed_memory
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -34,7 +35,9 @@ from fastgrpo.plan.settle import OPTIONS
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.mlp_slices import SlicedMLP
 from fastgrpo.policy.model import blocks
-from fastgrpo.policy.optim import HostParking, training_state
+from fastgrpo.policy.optim import training_state
+from fastgrpo.policy.weights import full_tensors
+from fastgrpo.records import StepRecord
 from fastgrpo.rollout.hf import HfEngine
 from made_model import reward_of
 
@@ -180,25 +183,9 @@ def test_every_pass_of_the_head_has_its_chunk(
 # ---- a run -> packing, parking
 
 
-class CpuParking(HostParking):
-    """HostParking leaves tensors on a CPU where they are. This one overwrites them with NaN until they are back."""
-
-    def park(self, tensors: Any) -> None:
-        storages = [(t.to_local() if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
-        for storage in {storage.data_ptr(): storage for storage in storages}.values():
-            self._copies.append((storage, storage.clone()))
-            storage.fill_(255)
-
-    def unpark(self) -> None:
-        for storage, copy in self._copies:
-            storage.copy_(copy)
-        self._copies.clear()
-
-
 def held(optimizer: torch.optim.Optimizer) -> int:
-    """Numbers of masters and AdamW's state that are not overwritten."""
-    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in training_state(optimizer)]
-    return sum(int(tensor.isfinite().sum()) for tensor in tensors)
+    """Numbers of masters and AdamW's state that are there."""
+    return sum(tensor.numel() for tensor in training_state(optimizer) if is_there(tensor))
 
 
 @pytest.fixture
@@ -211,8 +198,9 @@ def trained(
     generate = HfEngine.generate
 
     def run(offload: bool) -> SimpleNamespace:
-        """Two steps and a validation: what the policy holds while the engine draws, and after each; rewards, losses and
-        gradient norms; the weights at the end."""
+        """A validation between two steps, so the second step's engine has its weights already: what the policy holds
+        while the engine draws, and after each; rewards, losses and gradient norms; how often weights were brought over;
+        the weights at the end."""
         document = {
             "model": {"path": str(folder)},
             "data": {"train_batch_size": 2, "max_prompt_length": 64, "max_response_length": 4, "reference_key": None}
@@ -224,6 +212,12 @@ def trained(
             "trainer": {"device": "cpu", "max_steps": 2},
         }
         drawing: list[int] = []
+        exports: list[int] = []
+
+        def exported(*arguments: Any) -> Any:
+            exports.append(1)
+            return full_tensors(*arguments)
+
         with one_process():
             trainer = Trainer(build(document), prompts=["Say hello.", "Name a colour."], reward=reward_of)
             optimizer = trainer.stages.actor.optimizer
@@ -231,19 +225,20 @@ def trained(
 
             def watched(self: HfEngine, *arguments: Any) -> Any:
                 drawing.append(held(optimizer))
+                overwrite_freed_memory()
                 return generate(self, *arguments)
 
             monkeypatch.setattr(HfEngine, "generate", watched)
+            monkeypatch.setattr(fastgrpo.policy.model, "full_tensors", exported)
             after, numbers = [], []
-            for _ in range(2):
-                record = trainer.step()
+            for act in (trainer.step, trainer.validate, trainer.step):
+                done = act()
                 after.append(held(optimizer))
-                numbers.append((record.rewards_PG, record.loss, record.metrics["actor/grad_norm"]))
-            trainer.validate()
-            after.append(held(optimizer))
+                if isinstance(done, StepRecord):
+                    numbers.append((done.rewards_PG, done.loss, done.metrics["actor/grad_norm"]))
             weights = full_weights(trainer.stages.actor.policy)
             trainer.stages.rewards.close()
-        return SimpleNamespace(drawing=drawing, after=after, numbers=numbers, weights=weights)
+        return SimpleNamespace(drawing=drawing, after=after, numbers=numbers, weights=weights, exports=len(exports))
 
     return run
 
@@ -252,5 +247,6 @@ def test_masters_and_adamw_are_away_while_the_engine_draws(trained: Callable[[bo
     there, away = trained(False), trained(True)
     assert all(there.drawing) and len(there.drawing) == 3  # two rollouts and a validation
     assert away.drawing == [0, 0, 0] and away.after == there.after and all(away.after)
+    assert away.exports == there.exports == 2 and len(away.numbers) == 2
     assert away.numbers == there.numbers and all(norm > 0 for _, _, norm in away.numbers)
     assert all(torch.equal(weight, there.weights[name]) for name, weight in away.weights.items())

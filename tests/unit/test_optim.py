@@ -1,4 +1,4 @@
-"""The update in numbers: schedule, decay, clipping, what a non-finite gradient must not touch, parking."""
+"""The update in numbers: schedule, decay, clipping, what a non-finite gradient must not touch."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fastgrpo.config import OptimConfig
-from fastgrpo.policy.optim import HostParking, apply_update, build_adamw, global_norm, learning_rate, training_state
+from fastgrpo.policy.optim import apply_update, build_adamw, global_norm, learning_rate, training_state
 
 
 def rates(updates, total, **options):
@@ -121,46 +121,3 @@ def test_a_non_finite_norm_touches_nothing(bad):
     assert len(after) == len(before) == 8  # two parameters; each with two moments and its count of steps
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
-
-
-def test_parking_leaves_the_cpu_alone():
-    matrix, vector, optimizer = toy()
-    matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
-    apply_update(optimizer, 0.1, 1.0)
-    before = [tensor.clone() for tensor in training_state(optimizer)]
-    parking = HostParking()
-    parking.park(training_state(optimizer))
-    assert all(torch.equal(old, new) for old, new in zip(before, training_state(optimizer), strict=True))
-    parking.unpark()
-    parking.unpark()  # nothing is parked
-
-
-@pytest.mark.gpu
-def test_parking_frees_the_device_and_brings_every_bit_back():
-    weight = nn.Parameter(torch.randn(1 << 12, 1 << 10, device="cuda"))  # 16 MiB, and two moments
-    bias = nn.Parameter(torch.randn(1 << 10, device="cuda"))
-    optimizer = build_adamw([weight, bias], OptimConfig())
-    view = weight.data[5]  # FSDP holds such views of its shards
-    x = torch.randn(8, 1 << 12, device="cuda")
-
-    def update():
-        (x @ weight + bias).square().sum().backward()
-        apply_update(optimizer, 1e-3, 1.0)
-
-    update()
-    expected = [tensor.cpu() for tensor in training_state(optimizer)]
-    held = torch.cuda.memory_allocated()
-    parking = HostParking()
-    parking.park(training_state(optimizer))
-    assert held - torch.cuda.memory_allocated() >= 3 * (16 << 20)
-    with pytest.raises(RuntimeError, match="park called twice"):
-        parking.park(training_state(optimizer))
-    scratch = torch.full((64 << 20,), 7.0, device="cuda")  # somebody else uses the memory
-    del scratch
-    parking.unpark()
-    assert torch.cuda.memory_allocated() == held
-    for tensor, right in zip(training_state(optimizer), expected, strict=True):
-        assert tensor.is_cuda and torch.equal(tensor.cpu(), right)
-    assert torch.equal(view, weight.data[5])
-    update()
-    assert not torch.equal(weight.detach().cpu(), expected[0]) and weight.isfinite().all()

@@ -179,7 +179,8 @@ def test_new_weights_make_a_new_model(model_and_engine):
         return export
 
     answers = []
-    for source, version in ((model, 10), (other, 11), (other, 11), (model, 12)):
+    for source, version, held in ((model, 10, False), (other, 11, False), (other, 11, True), (model, 12, False)):
+        assert engine.holds(version) == held
         with engine.awake(counted(source), version):
             rollout = engine.generate(requests_for([PROMPTS[2]]), GREEDY)[0]
         assert rollout.weight_version == version

@@ -196,6 +196,7 @@ def test_level_2_cycle_wakes_loads_resets_in_this_order(fake_vllm, tmp_path):
     answers = []
     for version in (0, 0, 1):  # dropped weights are loaded again even when the version did not change
         llm.calls.clear()
+        assert not engine.holds(version)
         with engine.awake(weights(7 + version), version):
             answers.append([r.response_ids.tolist() for r in engine.generate(requests(), AT_1)])
         drawing = ["start_notes", "take_notes"]
@@ -208,7 +209,8 @@ def test_level_1_keeps_the_weights_and_still_resets_the_prefix_cache(fake_vllm, 
     engine = build(tmp_path, sleep_level=1)
     engine._llm.calls.clear()
     engine._llm.saved = engine._llm.model.frequencies.clone()
-    for version in (3, 3, 4):
+    for version, held in ((3, False), (3, True), (4, False)):
+        assert engine.holds(version) == held
         with engine.awake(weights(version), version):
             rollouts = engine.generate(requests(), AT_1)
         assert {r.response_ids[0] for r in rollouts} == {version} == {r.weight_version for r in rollouts}
