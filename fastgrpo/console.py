@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 
-from fastgrpo.errors import ConfigError, UserError
+from fastgrpo.errors import ConfigError, Told
 from fastgrpo.redact import redact
 
 PATIENCE_S = 15.0  # longer than rank 0 needs to start, meet the same mistake and exit
@@ -50,7 +50,7 @@ class _Without(logging.Filter):
         return not record.getMessage().startswith(self._beginning)
 
 
-def complain(error: UserError) -> None:
+def complain(error: Told) -> None:
     """Print the message of `error` on standard error, once; returns when this rank may exit.
 
     A ConfigError is the same on all ranks, so rank 0 speaks alone. Anything else may be known to one rank only (a file

@@ -2,7 +2,7 @@
 
     before the first step   free < size?  -->  ConfigError: nothing is lost yet
     after the last          saved?  -- no -->  said; every RETRY_S again, for WAIT_FOR_ROOM_S, unless told to stop
-                                               then OSError
+                                               then RunError
 
 Every step is in it, and without checkpoints nowhere else: ending at once would lose the run for want of a file that
 somebody could delete. What is written is checkpoint/model.py's.
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.checkpoint import save_trained, trained_bytes
 from fastgrpo.checkpoint.disk import free_bytes
 from fastgrpo.config import TrainerConfig
-from fastgrpo.errors import ConfigError
+from fastgrpo.errors import ConfigError, RunError
 from fastgrpo.mesh import Mesh
 from fastgrpo.paths import existing_part
 from fastgrpo.policy.model import Policy
@@ -58,7 +58,7 @@ def save_final(
     check_stop: Callable[[], None],
 ) -> None:
     """A collective. `saving`: the watchdog's stage, around each try; `check_stop` raises when the run is to stop.
-    Raises OSError on every rank."""
+    Raises RunError on every rank."""
     give_up_at = time.monotonic() + WAIT_FOR_ROOM_S
     said = False
     while True:
@@ -67,7 +67,7 @@ def save_final(
                 return save_trained(policy, tokenizer, folder, mesh, merged=merged)
         except OSError as error:
             if mesh.broadcast(time.monotonic() >= give_up_at):
-                raise OSError(
+                raise RunError(
                     f"THE TRAINED MODEL IS NOT SAVED: {error}, tried for {WAIT_FOR_ROOM_S:.0f} s. What is kept is the "
                     f"newest complete checkpoint in {folder}/checkpoints, if there is one: trainer.resume=auto goes on "
                     "from it, and saves the model, when there is room"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from fastgrpo.algorithm.mismatch_stats import gap_metrics
 from fastgrpo.config import RunConfig
+from fastgrpo.errors import RunError
 from fastgrpo.metrics import ratio
 
 WARN_ABS = 0.03  # nats, mean |trainer - sampler|: bfloat16 engines stay well below
@@ -27,21 +28,26 @@ NOT_FINITE = (
 
 
 def check_gap(sums: Mapping[str, float], config: RunConfig) -> str | None:
-    """A warning above 0.03 nats, else None. RuntimeError above rollout.max_logprob_gap, or a signed mean beyond that or
+    """A warning above 0.03 nats, else None. RunError above rollout.max_logprob_gap, or a signed mean beyond that or
     0.03, whichever is less: no option lets a shift pass."""
     tokens = sums.get("gap_tokens", 0.0)
     if not tokens:
         return None
     absolute, signed = ratio(sums["gap_abs"], tokens), ratio(sums["gap"], tokens)
     limit = config.rollout.max_logprob_gap
-    shown = (
-        f"mean |trainer - sampler| logprob {absolute:.4f}, mean {signed:+.4f}, largest {sums['gap_abs_max']:.2f} nats"
-    )
+    first, second = comparable(absolute, limit), comparable(abs(signed), min(STOP_SIGNED, limit))
+    sign = "-" if signed < 0 else "+"
+    shown = f"mean |trainer - sampler| logprob {first}, mean {sign}{second}, largest {sums['gap_abs_max']:.4g} nats"
     if math.isnan(absolute):
-        raise RuntimeError(f"logprobs are not finite (NaN) among {tokens:.0f} tokens: {NOT_FINITE}")
+        raise RunError(f"logprobs are not finite (NaN) among {tokens:.0f} tokens: {NOT_FINITE}")
     if exceeded := _exceeded(absolute, signed, limit):
-        raise RuntimeError(f"engine and trainer disagree over {tokens:.0f} tokens: {shown} ({exceeded}); {CAUSES}")
+        raise RunError(f"engine and trainer disagree over {tokens:.0f} tokens: {shown} ({exceeded}); {CAUSES}")
     return f"engine and trainer drift apart: {shown}; {CAUSES}" if absolute > WARN_ABS else None
+
+
+def comparable(value: float, limit: float) -> str:
+    """`value` with four significant digits, or as many more as show whether it is beyond `limit`."""
+    return next(text for digits in range(4, 18) if (float(text := f"{value:.{digits}g}") > limit) == (value > limit))
 
 
 def gate_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from fastgrpo.checkpoint import FINISHED, Start
 from fastgrpo.checkpoint.disk import sync_file, write_durably
 from fastgrpo.config import RunConfig, to_document
-from fastgrpo.errors import ConfigError
+from fastgrpo.errors import ConfigError, RunError
 from fastgrpo.evaluate import Validation
 from fastgrpo.history import History, go_back
 from fastgrpo.mesh import Mesh
@@ -155,24 +155,31 @@ class Report:
 
     def close(self, *, finished: bool) -> None:
         """`finished`: every step is done and the model is saved. The curve is drawn then; a run that was told to stop
-        has no time for it. Raises OSError, when all is written, if the folder was moved meanwhile: such a run must not
-        look as if all were well."""
+        has no time for it. Raises RunError, when all is written, if the folder was moved meanwhile: such a run must not
+        look as if all were well, so it does not count as finished."""
         if not self._on:
             return
         self._bar.close()
-        self._files.attempt("the run folder", lambda: self._look_for_the_folder(self._history.steps))
+        attempt = partial(self._files.attempt, again=False)
+        attempt("the run folder", lambda: self._look_for_the_folder(self._history.steps))
         for logger in self._loggers:
-            self._files.attempt(logger.name, logger.close)
+            attempt(logger.name, logger.close)
+        moved_at = self._files.moved_at
         if finished:
-            self._files.attempt("reward.png", self._draw_curve)
-            self._files.attempt(FINISHED, lambda: write_durably(self.folder / FINISHED, f"{self._total_steps}\n"))
+            attempt("reward.png", self._draw_curve)
+        if finished and moved_at is None:
+            attempt(FINISHED, lambda: write_durably(self.folder / FINISHED, f"{self._total_steps}\n"))
             self.say(self._last_line())
         if self._files.failures:
             log.error(
                 "%d writes into %s have failed: answers, maybe rows, are missing", self._files.failures, self.folder
             )
-        if finished and self._files.moved:
-            raise OSError(f"{self.folder} was moved or deleted while the run wrote into it: see the message above")
+        if finished and moved_at is not None:
+            raise RunError(
+                f"all steps are done, but {self.folder} was moved or deleted while the run wrote into it, which was "
+                f"noticed after step {moved_at}: what was written before is where it went, what came after is in a new "
+                "folder of this name, which lacks the rest and so is not marked as finished"
+            )
 
     def _draw_curve(self) -> None:
         curve, scored = self._history.curve, [(step, score) for step, score, _ in self._history.scores]

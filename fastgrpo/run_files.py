@@ -3,7 +3,7 @@
     a write --ok--> on the disk
             --OSError--> said once of each kind of file until it works again, counted (`files/failed_writes` of the
                          rows); rows wait in memory for the next write (metrics.py), a step's answers are left out
-    the folder is another one than at the start (moved, deleted) --> said; a new one in its place, and `moved`
+    the folder is another one than at the start (moved, deleted) --> said; a new one in its place, and `moved_at`
 
 Not here: checkpoints and the trained model (checkpoint/), which say themselves what they could not save.
 """
@@ -22,23 +22,25 @@ log = logging.getLogger("fastgrpo")
 
 
 class RunFiles:
-    """On the rank that writes. `failures` counts writes that failed; `moved`: whether the folder was, ever."""
+    """On the rank that writes. `failures` counts writes that failed; `moved_at`: the step after which it was last
+    noticed that the folder had gone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.failures = 0
-        self.moved = False
+        self.moved_at: int | None = None
         self._failing: set[str] = set()
         self._is = _inode(folder)
 
-    def attempt(self, what: str, write: Callable[[], object]) -> bool:
-        """Whether `write` of `what`, a kind of file, raised no OSError."""
+    def attempt(self, what: str, write: Callable[[], object], *, again: bool = True) -> bool:
+        """Whether `write` of `what`, a kind of file, raised no OSError. `again`: there will be another try."""
         try:
             write()
         except OSError as error:
             self.failures += 1
             if what not in self._failing:
-                log.error("%s NOT WRITTEN into %s: %s. The run goes on and tries again.", what, self.folder, error)
+                then = "It will be tried again" if again else "It was the last try"
+                log.error("%s NOT WRITTEN into %s: %s. %s.", what, self.folder, error, then)
             self._failing.add(what)
             return False
         if what in self._failing:
@@ -56,7 +58,7 @@ class RunFiles:
         """Whether the folder is not the one that it was; then there is a new one in its place. Raises OSError."""
         if _inode(self.folder) == self._is:
             return False
-        self.moved = True
+        self.moved_at = step
         log.error(
             "THE RUN FOLDER %s HAS BEEN MOVED OR DELETED, noticed after step %d. What was in it is not here; what is "
             "written from now on is in a new folder of this name, and the run will end with an error.",

@@ -18,6 +18,7 @@ from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, f
 from fastgrpo.checkpoint.places import find_places
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
+from fastgrpo.errors import RunError
 from fastgrpo.final_save import check_room
 from fastgrpo.history import go_back
 from fastgrpo.provenance import describe_start
@@ -148,11 +149,17 @@ class Session:
         if error is not None:
             self._run.close()
         if lost:
-            raise OSError(
-                "the last checkpoint could not be saved (the reason is above) and trainer.save_final=false: nothing "
-                "keeps what was trained since the one before; make room, and trainer.resume=auto goes on from that: "
-                f"{self.report.folder}"
+            raise RunError(
+                "the last checkpoint could NOT BE SAVED (the reason is above) and trainer.save_final=false: nothing "
+                f"keeps what was trained since {self._kept()}"
             )
+
+    def _kept(self) -> str:
+        """Where the run stands when its last step is lost; what rank 0 says, whoever speaks. A collective."""
+        last = self._run.stages.mesh.broadcast(self._saver.complete)
+        if last:
+            return f"step_{last:06d}, from which trainer.resume=auto goes on when there is room: {self.report.folder}"
+        return f"the start, where trainer.resume=auto begins anew: {self.report.folder}"
 
     def _lost(self) -> bool:
         """Whether all steps are done and neither a checkpoint nor a model is to keep the last of them."""
@@ -168,10 +175,9 @@ class Session:
             self._lock.release()
 
     def _stop(self, stop: Stopped) -> None:
-        """Raises RuntimeError when a rank is missing: a save would wait for it for ever."""
+        """Raises RunError when a rank is missing: a save would wait for it for ever."""
         run, mesh, saver = self._run, self._run.stages.mesh, self._saver
-        if not run.stopper.everybody_is_here():
-            raise RuntimeError(f"{stop}: nothing was saved, because not every rank has answered")
+        run.stopper.await_everybody(f"stopped by {stop}, and nothing was saved")
         saver.wait()
         if mesh.broadcast(saver.complete != run.steps_done):  # also where it failed before: there may be room again
             self._save(wait=True)

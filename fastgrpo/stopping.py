@@ -2,7 +2,7 @@
 
     SIGTERM, SIGUSR1, Ctrl-C  ->  flag of this rank  ->  key `asked` in the store
     check(), between phases:      rank 0 reads `asked` and writes `turn/<number>`: go on or stop; the others wait for it
-    everybody_is_here():          every rank sets `here/<rank>`, all wait for all: only then is a collective safe
+    await_everybody():            every rank sets `here/<rank>`, all wait for all: only then is a collective safe
     key `aborted`:                the rank that failed first (watchdog.py sets it, and ends the others)
 
 torchrun sends the survivors of a dead rank the SIGTERM that a scheduler sends. A collective save would hang then, so
@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fastgrpo.errors import RunError
 from fastgrpo.mesh import Mesh, Store, open_store
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -80,17 +81,22 @@ class Stopper:
             self.asked_at = self.asked_at or time.monotonic()
             raise Stopped(signal.Signals(signum).name, INTERRUPTED if signum == signal.SIGINT else SAVED)
 
-    def everybody_is_here(self) -> bool:
-        """Whether all ranks arrive within the shutdown time: a collective is safe. False once a rank has failed."""
+    def await_everybody(self, otherwise: str) -> None:
+        """Until all ranks are here: a collective is safe then. Raises RunError, beginning with `otherwise`, when they
+        do not arrive within the shutdown time, or one has failed."""
         if self._store is None:
-            return True
+            return
         self._store.set(f"here/{self._mesh.rank}", "")
         keys = [f"here/{rank}" for rank in range(self._mesh.world)]
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline and not self._store.check(["aborted"]):
             if _wait(self._store, keys):
-                return True
-        return False
+                return
+        if self._store.check(["aborted"]):
+            raise RunError(f"{otherwise}, because rank {self._store.get('aborted').decode()} has failed")
+        if absent := [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]:
+            ranks = ", ".join(absent)
+            raise RunError(f"{otherwise}, because rank {ranks} did not answer within {self.timeout_s:g} s")
 
     def _agree(self, store: Store) -> int | None:
         """Rank 0's decision of this turn. Raises RuntimeError when a rank has failed meanwhile."""

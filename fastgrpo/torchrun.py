@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
         except SignalException as error:
             return abs(_status(file)) or 128 + error.sigval
         except ChildFailedError as error:
-            status = _status(file)
-            if status <= 0:  # -AGAIN: torchrun has ended the others while they loaded; what failed first counts
+            left = status = _status(file)
+            if left <= 0:  # what failed first counts: -AGAIN is of one that loaded while torchrun ended the others
                 status = _status_of([(one.timestamp, one.exitcode) for one in error.failures.values()])
-            if status == 1:
+            if status == 1 and left == 0:
                 raise  # the workers' traceback is above, torchrun's summary of it below
             return status if status > 0 else 128 - status
     return 0
@@ -91,7 +91,8 @@ def loading(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def _status(file: Path) -> int:
-    """0 where no worker left one, or had no room for it; -AGAIN of one that was stopped while it loaded."""
+    """0 where no worker left one, or had no room for it. Below 0 where the ranks' own exit codes decide: -AGAIN of one
+    that was stopped while it loaded, -1 of one that has said why it failed."""
     return int(file.read_text() or 0) if file.exists() else 0
 
 

@@ -1,7 +1,8 @@
 """The command: torchrun -m fastgrpo.train +exp=NAME [key=value ...]
 
 Arguments -> RunConfig (compose.py) -> Trainer.run(), and nothing else. Every mistake gets our message: once, without a
-traceback, exit status 2. torch is imported only when the configuration is right and the processes are running.
+traceback, exit status 2; so does what a run met and could not help, exit status 1 (errors.py). torch is imported only
+when the configuration is right and the processes are running.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Sequence
 from fastgrpo import console, launch
 from fastgrpo.compose import list_experiments, list_presets, read_config
 from fastgrpo.config import RunConfig, check
-from fastgrpo.errors import UserError
+from fastgrpo.errors import RunError, UserError
 from fastgrpo.paths import check_run_dir
 from fastgrpo.torchrun import leave_status, loading
 
 MISUSE = 2  # exit status after a mistake of the user
+FAILED = 1  # of a run that could not go on, or is not complete
 INTERRUPTED = 130
 
 USAGE = """usage: torchrun -m fastgrpo.train +exp=NAME [key=value ...]
@@ -35,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
         console.complain(error)
         leave_status(MISUSE, os.environ)
         return MISUSE
+    except RunError as error:
+        console.complain(error)
+        leave_status(-FAILED, os.environ)
+        return FAILED
     except KeyboardInterrupt:
         console.say("interrupted: what the run has written stays; of the model, what trainer.save_freq has saved")
         return INTERRUPTED

@@ -3,7 +3,8 @@
     this rank raises            -->  key `aborted` (the first rank that writes it speaks; the error goes on from there)
     a stage outlasts its limit  -->  the same, and the stacks of all threads
     a save outlasts trainer.shutdown_timeout_s after a signal  -->  the same
-    a neighbour's `beat/<rank>` stands still (after a signal: for 10 s)  -->  the same
+    a neighbour's `beat/<rank>` stands still (after a signal: for 10 s)  -->  the same (beats.py)
+    a collective breaks because a rank is lost  -->  the same: that rank is the message, not the error that follows
     `aborted`, of another rank  -->  one line, os._exit: the main thread may hang in a collective that nobody will join
 
                  rank 0 ...... collective ...... (hangs)            rank 1 ...... raises
@@ -19,14 +20,17 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
+from textwrap import shorten
 
 from fastgrpo import whereabouts
+from fastgrpo.beats import ABORTED, LOST_S, Beats, broke_in_a_collective, named, store_holder
 from fastgrpo.config import BEAT_S, LimitsConfig
-from fastgrpo.errors import UserError
+from fastgrpo.errors import Told
 from fastgrpo.mesh import Mesh, Store, open_store
 from fastgrpo.redact import redact
 from fastgrpo.stopping import Stopped, Stopper
@@ -37,6 +41,11 @@ GRACE_S = 3.0  # for the rank that failed to print its traceback, before torchru
 WAITING_S = 3.0  # longer for a rank that waits for the others: the one they wait for shall be the one reported
 ASKED_SILENCE_S = 10.0  # of a neighbour, after a signal: torchrun kills what is left 30 s after a rank has died
 _LONGEST_S = 60.0  # for the thread to end this process; a store that answers nobody may hold it
+KILLED = (
+    "It was killed, has crashed or hangs: its last words, if any, are above (exit code -9: for want of memory, perhaps)"
+)
+WAY_ON = "nothing more is saved, and trainer.resume=auto goes on from the last checkpoint"
+_SHORT = 120  # characters of an error that other ranks repeat
 FAULTS = "faults"  # folder in the run folder: stacks and dumps, for a bug report
 
 # Stage as the clock names it -> option that limits it.
@@ -68,7 +77,7 @@ class Watchdog:
         self._store: Store | None = None  # the main thread's; the watching thread has its own
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._heard = ("", 0.0)  # the neighbour's last beat, and when it came
+        self._beats = Beats(mesh.rank, mesh.world)
 
     @property
     def faults(self) -> Path | None:
@@ -94,6 +103,7 @@ class Watchdog:
         theirs: Store | None = None
         if self._mesh.world > 1:
             self._store, theirs = open_store("stop"), open_store("stop")
+            self._beats.introduce(self._store)
         self._over.clear()
         self._thread = threading.Thread(target=self._watch, args=(theirs,), name="watchdog", daemon=True)
         self._thread.start()
@@ -113,10 +123,9 @@ class Watchdog:
         assert self._thread is not None
         self._thread.join()
         if self._store is not None:
-            self._store.set(f"left/{self._mesh.rank}", "")
-            keys = [f"left/{rank}" for rank in range(self._mesh.world)]
+            self._beats.leave(self._store)
             deadline = time.monotonic() + GRACE_S
-            while self._mesh.is_main and not self._store.check(keys) and time.monotonic() < deadline:
+            while self._mesh.is_main and not self._beats.all_left(self._store) and time.monotonic() < deadline:
                 time.sleep(0.01)
 
     def _fail(self, error: BaseException) -> None:
@@ -125,45 +134,66 @@ class Watchdog:
         first = self._store is None
         if self._store is not None:
             with suppress(Exception):  # the store has gone with a rank that failed before
-                first = self._claim(self._store, f"{type(error).__name__}: {str(error).split(chr(10))[0]}")
+                if broke_in_a_collective(error) and (lost := self._beats.lost(self._store)):
+                    self._end_for_lost(self._store, lost, error)
+                what = shorten(f"{type(error).__name__}: {str(error).split(chr(10))[0]}", _SHORT, placeholder=" ...")
+                first = self._claim(self._store, f"rank {self._mesh.rank} has failed: {what}")
             if not first:
                 self._thread.join(_LONGEST_S)
             time.sleep(2 * POLL_S)  # the others must have read it, should the store end with this rank
-        if isinstance(error, UserError):
+        if isinstance(error, Told):
             error.speaks_alone = True
         self._over.set()
 
     # the thread ------------------------------------------------------------------------------------------------------
 
     def _watch(self, store: Store | None) -> None:
-        looks = 0
         while not self._over.wait(POLL_S):
-            looks += 1
             try:
-                self._look(store, looks)
+                self._look(store)
             except Exception as error:
                 if not self._over.wait(GRACE_S):  # or is it that all ranks leave?
-                    self._end(f"the job's key-value store has gone with the process that held it ({error})")
+                    why = str(error).split("\n")[0]
+                    self._end(f"{store_holder()} is lost, and the job's key-value store with it ({why}); {WAY_ON}")
 
-    def _look(self, store: Store | None, looks: int) -> None:
+    def _look(self, store: Store | None) -> None:
         self._end_for(store, *self._overdue())
         if store is None:
             return
-        store.set(f"beat/{self._mesh.rank}", str(looks))
-        self._end_for(store, self._silent_neighbour(store))
-        if store.check(["aborted"]):
-            culprit, why = store.get("aborted").decode(), self._reason(store)
-            self._write_stacks(f"rank {culprit} has failed: {why}", show=False)
+        self._beats.give(store)
+        if silent := self._silent_neighbour(store):
+            self._end_for(store, silent, f"{silent}. {KILLED}", show=self.faults is None)
+        if store.check([ABORTED]):
+            why = self._reason(store)
+            self._write_stacks(why, show=False)
             if not self._over.wait(GRACE_S):
-                self._end(f"ended, because rank {culprit} has failed: {why}")
+                self._end(f"ended, because {why}")
 
-    def _end_for(self, store: Store | None, why: str | None, at_length: str | None = None) -> None:
-        """End the run for `why`, unless another rank was first. `at_length`: what this rank alone says of it."""
+    def _end_for(
+        self, store: Store | None, why: str | None, at_length: str | None = None, *, show: bool = True
+    ) -> None:
+        """End the run for `why`, unless another rank was first. `at_length`: what this rank alone says of it; `show`:
+        the stacks of this rank, too."""
         if why and self._claim(store, why):
-            self._write_stacks(at_length or why, show=True)
+            self._write_stacks(at_length or why, show=show)
             if store is not None:
                 time.sleep(2 * POLL_S)  # the others must have read it, should the store end with this rank
             self._end(f"{at_length or why}; the run ends")
+
+    def _end_for_lost(self, store: Store, lost: list[int], error: BaseException) -> None:
+        """End the run for what `error` follows from, unless another rank was first. In the main thread."""
+        who, text = named(store, lost), "".join(traceback.format_exception(error))
+        why = f"{who} {'is' if len(lost) == 1 else 'are'} lost"
+        if not self._claim(store, why):
+            return
+        if (faults := self.faults) is not None:
+            name = f"traceback_rank{self._mesh.rank}.txt"
+            _briefly(lambda: _write(faults, name, f"{why}; what follows on rank {self._mesh.rank}:\n\n{text}"))
+        else:
+            os.write(2, text.encode())
+        time.sleep(2 * POLL_S)  # the others must have read it
+        at = f" in stage {self.failed_in}" if self.failed_in else ""
+        self._end(f"{why}: no sign of life for {LOST_S:g} s, and a collective with it broke{at}. {KILLED}; {WAY_ON}")
 
     def _overdue(self) -> tuple[str | None, str | None]:
         """Which stage outlasts its limit: in short, and with where in it this rank is."""
@@ -185,30 +215,25 @@ class Watchdog:
         return None, None
 
     def _silent_neighbour(self, store: Store) -> str | None:
-        """Each rank listens to the next: the work does not grow with the number of ranks."""
-        neighbour = (self._mesh.rank + 1) % self._mesh.world
-        key = f"beat/{neighbour}"
-        beat, now = store.get(key).decode() if store.check([key]) else "", time.monotonic()
-        if beat != self._heard[0] or not self._heard[1]:
-            self._heard = beat, now
-        silent_s, limit = now - self._heard[1], self._heartbeat_s
+        silent_s, limit = self._beats.neighbour_silent_s(store), self._heartbeat_s
         asked = self._stopper.asked_at is not None and silent_s > ASKED_SILENCE_S
-        if store.check([f"left/{neighbour}"]) or not (asked or (limit is not None and silent_s > limit)):
+        if not (asked or (limit is not None and silent_s > limit)):
             return None
         option = "" if asked or limit is None else f" (trainer.limits_s.heartbeat={limit:g})"
-        return f"rank {neighbour} has not been heard of for {silent_s:.0f} s{option}"
+        return f"{named(store, [self._beats.neighbour])} has not been heard of for {silent_s:.0f} s{option}"
 
     def _claim(self, store: Store | None, why: str) -> bool:
-        """Whether this rank is the first to fail; a run of one rank always is."""
+        """Whether this rank is the first to fail, for `why`, which names a rank; a run of one rank always is."""
         if store is None:
             return True
         own = str(self._mesh.rank)
         store.set(f"why/{own}", redact(why))
-        return store.compare_set("aborted", "", own).decode() == own
+        return store.compare_set(ABORTED, "", own).decode() == own
 
     def _reason(self, store: Store) -> str:
-        key = f"why/{store.get('aborted').decode()}"
-        return store.get(key).decode() if store.check([key]) else "see its message"
+        culprit = store.get(ABORTED).decode()
+        key = f"why/{culprit}"
+        return store.get(key).decode() if store.check([key]) else f"rank {culprit} has failed: see its message"
 
     def _write_stacks(self, why: str, *, show: bool) -> None:
         stacks = whereabouts.stacks()

@@ -30,6 +30,7 @@ _OWN_DISKS = (
     "others, copy state/*.distcp* and ranks/* of every node together, into rank 0's folder and, unless all see that, "
     "into each node's."
 )
+_WITHOUT = "Or do without a checkpoint: trainer.resume=never"
 
 
 class Stateful(Protocol):
@@ -65,7 +66,7 @@ def restore(
         but = ", though no file is missing" if manifest.nodes == 1 else ""
         why = f"{folder} cannot be read{but}: {'; '.join(errors)}.{_OWN_DISKS if manifest.nodes > 1 else ''}"
         if any(mesh.gather(elsewhere)):  # so are those of an older checkpoint
-            raise UserError(f"{why} Or start a new run with trainer.resume=never")
+            raise UserError(f"{why} {_WITHOUT}")
         raise UserError(f"{why} {_way_out(folder, mesh)}")
     for name, part in parts.items():
         if name in manifest.parts:  # a part that is newer than the checkpoint starts as it is
@@ -111,8 +112,7 @@ def _way_out(folder: Path, mesh: Mesh) -> str:
     for path, manifest in older:
         if not any(mesh.gather(_damage(path, manifest, mesh))):
             also = f" ({', '.join(damaged)} cannot be read either)" if damaged else ""
-            before = f"the complete one before it with trainer.resume={path}{also}"
-            return f"Go on from {before}, or copy it anew if it was copied"
+            return f"The complete one before it: trainer.resume={path}{also}. Or copy it anew if it was copied"
         damaged.append(path.name)
     none = f"No older one can be read ({', '.join(damaged)})" if damaged else "There is no older one"
-    return f"{none}; copy it anew if it was copied, or start a new run with trainer.resume=never"
+    return f"{none}; copy it anew if it was copied. {_WITHOUT}"

@@ -33,7 +33,7 @@ from fastgrpo.checkpoint.disk import PART
 from fastgrpo.checkpoint.folders import MANIFEST, Found, Manifest, find_checkpoints, read_manifest, step_of
 from fastgrpo.checkpoint.identity import Identity
 from fastgrpo.checkpoint.runs import CHECKPOINTS, finished_steps, is_held, new_folder, parts_of, runs_of, take
-from fastgrpo.config import RunConfig
+from fastgrpo.config import RunConfig, TrainerConfig
 from fastgrpo.errors import ConfigError
 from fastgrpo.mesh import Mesh
 
@@ -183,7 +183,7 @@ def _newest(asked: _Asked) -> _Choice:
         if not reasons:
             return _Choice(tuple(said), folder, path, manifest)
         if not beside:
-            raise _refusal(path, reasons)
+            raise _refusal(path, reasons, trainer)
         said.append("\n".join([f"not resumed from {path}:", *reasons]))
     return _Choice(tuple(said))
 
@@ -199,7 +199,9 @@ def _by_path(asked: _Asked, path: Path) -> _Choice:
     if not path.is_dir():  # it may have made room for later ones
         if folder is not None and checkpoint is not None and (later := _made_since(asked, folder, step_of(path) or 0)):
             return later
-        raise ConfigError(f"trainer.resume={resume}: there is no folder {path.absolute()}; set auto, never or a run")
+        raise ConfigError(
+            f"trainer.resume={resume}: there is no folder {path.absolute()}{_beside(path)}; set auto, never or a run"
+        )
     if checkpoint is None:
         found = _checkpoints(path.absolute())
         said = tuple(f"not resumed from {line}" for line in found.passed_over)
@@ -209,7 +211,7 @@ def _by_path(asked: _Asked, path: Path) -> _Choice:
         if later := _made_since(asked, folder, manifest.step):
             return later
     if reasons := asked.objections(manifest):
-        raise _refusal(checkpoint, reasons)
+        raise _refusal(checkpoint, reasons, asked.config.trainer)
     return _Choice(said, folder, checkpoint, manifest)
 
 
@@ -235,11 +237,19 @@ def _made_since(asked: _Asked, folder: Path | None, step: int) -> _Choice | None
 
 def _manifest(checkpoint: Path) -> Manifest:
     if checkpoint.suffix == PART:  # the folder's next start would remove it
-        raise ConfigError(f"trainer.resume={checkpoint}: it was still being written, or removed")
+        raise ConfigError(f"trainer.resume={checkpoint}: it was still being written, or removed{_beside(checkpoint)}")
     try:
         return read_manifest(checkpoint)
     except ValueError as error:
-        raise ConfigError(f"trainer.resume={checkpoint} is no complete checkpoint: {error}") from None
+        raise ConfigError(
+            f"trainer.resume={checkpoint} is no complete checkpoint: {error}{_beside(checkpoint)}"
+        ) from None
+
+
+def _beside(checkpoint: Path) -> str:
+    """What else could be named."""
+    complete = find_checkpoints(checkpoint.absolute().parent).complete
+    return f"; the newest complete one beside it: trainer.resume={complete[0][0]}" if complete else ""
 
 
 def _checkpoints(folder: Path) -> Found:
@@ -248,11 +258,14 @@ def _checkpoints(folder: Path) -> Found:
         why = "".join(f"\n{line}" for line in found.passed_over)
         raise ConfigError(
             f"trainer.resume={folder} is neither a checkpoint (it has no {MANIFEST}) nor a run: it holds no complete "
-            f"checkpoint in {CHECKPOINTS}/{why}"
+            f"checkpoint in {CHECKPOINTS}/{_beside(folder)}{why}"
         )
     return found
 
 
-def _refusal(path: Path, reasons: Sequence[str]) -> ConfigError:
-    head = f"{path} cannot be continued by this configuration (trainer.resume=never starts a new run):"
+def _refusal(path: Path, reasons: Sequence[str], trainer: TrainerConfig) -> ConfigError:
+    if trainer.val_only:
+        head = f"{path} cannot be validated by this configuration (trainer.resume=never validates model.path instead):"
+    else:
+        head = f"{path} cannot be continued by this configuration (trainer.resume=never starts a new run):"
     return ConfigError("\n".join([head, *reasons]))

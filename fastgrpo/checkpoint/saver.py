@@ -1,4 +1,4 @@
-"""Saving while training goes on. A save that fails costs nothing but itself: it is said, counted, and the run goes on.
+"""Saving while training goes on. A save that fails costs nothing but itself: it is said and counted, and ends no run.
 
     main thread, every rank                          writer thread, every rank
     copy shards to host memory
@@ -265,7 +265,8 @@ class Saver:
 
     def _lost(self, part: Path, why: str) -> None:
         self.failures += 1
-        log.error("CHECKPOINT NOT SAVED (%s): %s. The run goes on.", part.with_suffix("").name, why)
+        newest = f"The newest complete one is step_{self.complete:06d}" if self.complete else "None is complete yet"
+        log.error("CHECKPOINT NOT SAVED (%s): %s. %s.", part.with_suffix("").name, why, newest)
         try:
             remove_tree(part)
         except OSError as error:

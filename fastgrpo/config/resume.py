@@ -54,7 +54,7 @@ FREE = (
 )
 IDENTITY = ("model.", "ref.path", "data.")  # but for what FIXED holds
 _PLACE = "the place in the data would mean something else"
-_ADAPTERS = "the checkpoint holds adapters of another shape; start a new run: trainer.resume=never"
+_ADAPTERS = "the checkpoint holds adapters of another shape; set it back, or do without them: trainer.resume=never"
 FIXED = {  # and why
     "data.train_batch_size": _PLACE,
     "data.shuffle": _PLACE,

@@ -27,6 +27,7 @@ from fastgrpo.algorithm.mismatch_stats import gap_stats
 from fastgrpo.batch.mini_batches import MiniBatch
 from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.config import HeadImpl, RolloutCorrectionConfig, RunConfig, uses_reference
+from fastgrpo.errors import RunError
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
 from fastgrpo.policy.model import Policy
@@ -132,7 +133,7 @@ class Actor:
         """ppo_epochs passes over the mini-batches. `old_R` None: they are the logprobs of now. `on_bad` is called, on
         all ranks, with an update that was skipped because something in it was not finite; its numbers are not summed.
 
-        Raises RuntimeError after `max_skipped_updates` of them in a row.
+        Raises RunError after `max_skipped_updates` of them in a row.
         """
         self._parking.require_home()
         rollout_version = self.version
@@ -195,7 +196,7 @@ class Actor:
     def _count_skips(self, stepped: bool, grad_norm: float) -> None:
         self._skipped_in_a_row = 0 if stepped else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= self._config.max_skipped_updates:
-            raise RuntimeError(
+            raise RunError(
                 f"{self._skipped_in_a_row} updates in a row had something that is not finite (gradient norm of the "
                 f"last: {grad_norm}); weights and Adam state are those before the first. Lower actor.optim.lr, or look "
                 "at the sequences in the run folder's faults/."

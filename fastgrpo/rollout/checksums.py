@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastgrpo.errors import RunError
+
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
 _SHOWN = 5
 
@@ -62,7 +64,7 @@ class WeightCheck:
         differs = (sums != torch.stack(wanted).cpu()).tolist()
         if any(differs):
             wrong = [name for name, bad in zip(names, differs, strict=True) if bad]
-            raise RuntimeError(
+            raise RunError(
                 f"rollout.check_weight_update: the engine holds other bits than it was sent in {len(wrong)} of "
                 f"{len(names)} tensors: {_shown(wrong)}. A failed or partial load, a name that leads to another "
                 "parameter, or memory that was overwritten since."
@@ -77,11 +79,11 @@ class BufferCheck:
         self._bytes = {name: _bytes(buffer) for name, buffer in buffers}
 
     def compare(self, buffers: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises RuntimeError with the names of those that are others, or gone."""
+        """Raises RunError with the names of those that are others, or gone."""
         now = {name: _bytes(buffer) for name, buffer in buffers}
         wrong = [n for n, kept in self._bytes.items() if n not in now or not torch.equal(now[n], kept)]
         if wrong:
-            raise RuntimeError(
+            raise RunError(
                 f"rollout.check_weight_update: {len(wrong)} of the engine's {len(self._bytes)} buffers are not what "
                 f"they were when it was built: {_shown(wrong)}. Its sleep lost them; try rollout.sleep_level=1."
             )

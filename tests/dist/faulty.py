@@ -338,6 +338,22 @@ def raise_a_mistake_of_the_user() -> None:
     _before(trainer, "score_own", action)
 
 
+def be_killed_in_reward() -> None:
+    """The last rank, in the second step; the others meet a broken collective."""
+    from fastgrpo import trainer
+
+    if _rank() == int(os.environ["WORLD_SIZE"]) - 1:
+        _before(trainer, "score_own", _die_at(2))
+
+
+def kill_rank_0_in_reward() -> None:
+    """Which holds the store where no torchrun does."""
+    from fastgrpo import trainer
+
+    if _rank() == 0:
+        _before(trainer, "score_own", _die_at(2))
+
+
 def hang_in_reward() -> None:
     import time
 

@@ -191,8 +191,9 @@ def fork(
 
 
 def train(document: dict[str, Any], faults: str | None) -> int:
+    from fastgrpo import console
     from fastgrpo.config import build
-    from fastgrpo.errors import UserError
+    from fastgrpo.errors import RunError, UserError
     from fastgrpo.stopping import Stopped
     from fastgrpo.trainer import Trainer
 
@@ -205,6 +206,9 @@ def train(document: dict[str, Any], faults: str | None) -> int:
     except UserError as error:
         print(error)
         return 2
+    except RunError as error:
+        console.complain(error)
+        return 1
     return 0
 
 
@@ -219,7 +223,7 @@ def wait(pids: list[int]) -> list[int]:
                 if done:
                     codes[pid] = os.waitstatus_to_exitcode(status)
         if any(codes.values()) and deadline is None:
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 15
         if deadline is not None and time.monotonic() > deadline:
             for pid in set(pids) - set(codes):
                 os.kill(pid, signal.SIGKILL)

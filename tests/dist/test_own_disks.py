@@ -116,7 +116,7 @@ def test_what_one_node_lacks_is_lacking(
     refused = runs.start(2, small(tiny_model), nodes=nodes)
     assert MISUSE in refused.wait()
     assert f"{first.relative_to(nodes[0])}/step_000002 cannot be read: {said}" in refused.output()
-    assert "Go on from the complete one before it with trainer.resume=" in refused.output()
+    assert "The complete one before it: trainer.resume=" in refused.output()
     assert "step_000001" in refused.output().partition("trainer.resume=")[2]
 
 
@@ -149,7 +149,7 @@ def test_exchanged_nodes_and_other_ranks_are_refused_and_files_put_together_are_
     assert fewer.wait() == [MISUSE]
     assert "step_000002 cannot be read: rank 0: ElsewhereError: __1_0.distcp in state/ not on this node" in fewer.output()
     assert "copy state/*.distcp* and ranks/* of every node together" in fewer.output()
-    assert "Go on from" not in fewer.output()  # it would be the same with an older one
+    assert "The complete one before it" not in fewer.output()  # it would be the same with an older one
     for file in (*(second / "step_000002").glob("state/*.distcp*"), *(second / "step_000002").glob("ranks/*")):
         shutil.copy(file, first / "step_000002" / file.parent.name)
     runs.start(1, small(tiny_model), nodes=nodes[:1]).finish()

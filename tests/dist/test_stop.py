@@ -133,18 +133,24 @@ def test_a_run_folder_that_moves_is_noticed(runs: SmallRuns, tiny_model: Path, t
     assert run.wait() == [1]
     [folder] = (tmp_path / "runs").iterdir()
     assert f"THE RUN FOLDER {folder} HAS BEEN MOVED OR DELETED, noticed after step 3" in run.output()
-    assert f"OSError: {folder} was moved or deleted while the run wrote into it" in run.output()
+    [last] = [line for line in run.output().splitlines() if line.startswith("fastgrpo: ")]
+    assert last.startswith(f"fastgrpo: all steps are done, but {folder} was moved or deleted while the run wrote into it")
+    assert "noticed after step 3: " in last and "not marked as finished" in last and "Traceback" not in run.output()
     assert [row["step"] for row in rows(tmp_path / "moved")] == [1, 2]
     assert [row["step"] for row in rows(folder)] == [3, 4]
-    assert {"config.yaml", "model", "finished", "rollouts"} < {path.name for path in folder.iterdir()}
+    left = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "model", "rollouts"} < left and "finished" not in left
     assert checkpoints(folder) == ["latest", "step_000003", "step_000004"]
+    again = runs.start(1, document(tmp_path / "runs", tiny_model, trainer__logger=["console"]))
+    again.finish()
+    assert "after step 4 of 4" in again.output() and (folder / "finished").read_text() == "4\n"
 
 
 @pytest.mark.parametrize(
     ("faults", "status", "said"),
     [
         ("full_disk_for_the_model_once", 0, "THE TRAINED MODEL IS NOT SAVED YET: rank 0 could not save "),
-        ("full_disk_for_the_model", 1, "OSError: THE TRAINED MODEL IS NOT SAVED: rank 0 could not save "),
+        ("full_disk_for_the_model", 1, "fastgrpo: THE TRAINED MODEL IS NOT SAVED: rank 0 could not save "),
         ("full_disk_for_the_model_and_stopped", SAVED, "stopped by SIGTERM after step 4; trainer.resume=auto goes on"),
     ],
 )
@@ -155,7 +161,7 @@ def test_a_full_disk_at_the_end(
     configured = document(tmp_path, tiny_model, trainer__save_freq=-1, trainer__logger=["console"])
     run = runs.start(1, configured, faults=faults)
     assert run.wait() == [status], run.output()
-    assert said in run.output() and "SafetensorError" in run.output()
+    assert said in run.output() and "SafetensorError" in run.output() and "Traceback" not in run.output()
     [folder] = tmp_path.iterdir()
     assert (folder / "model").exists() == (folder / "finished").exists() == (status == 0)
     assert not (folder / "model.part").exists()
@@ -180,7 +186,12 @@ def test_a_run_whose_last_checkpoint_is_lost_is_not_finished(
     configured = document(tmp_path, tiny_model, trainer__save_final=False, trainer__logger=["console"])
     lost = runs.start(2, configured, faults="full_disk_in_the_last_checkpoint")
     assert 1 in lost.wait()
-    assert "OSError: the last checkpoint could not be saved" in lost.output()
+    said = lost.output()
+    assert "CHECKPOINT NOT SAVED (step_000004): OSError: rank 0: OSError: [Errno 28] No space left" in said
+    assert "fastgrpo: the last checkpoint could NOT BE SAVED (the reason is above)" in said
+    assert "nothing keeps what was trained since step_000003, from which trainer.resume=auto goes on" in said
+    assert said.count("nothing keeps what was trained") == 1  # not by the other rank again
+    assert "Traceback" not in said and "The run goes on" not in said
     [run] = tmp_path.glob("run-*")
     assert not (run / "finished").exists()
     before = {name: (run / name).read_text() for name in ("config.yaml", "engine.json", "starts.jsonl")}

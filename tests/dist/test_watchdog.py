@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import time
 from pathlib import Path
 
@@ -39,6 +41,37 @@ def test_an_error_of_one_rank_ends_all(faults: str, ranks: int, runs, tiny_model
     assert not (run / "finished").exists()
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_the_message(ranks: int, runs, tiny_model: Path, tmp_path: Path) -> None:
+    """And not the error of the collective that broke on the others, which names nobody and only follows."""
+    options = {"data__train_batch_size": 4, "trainer__save_freq": -1}  # a save in flight would be waited for
+    codes, said = run_with(runs, ranks, tmp_path, tiny_model, "be_killed_in_reward", **options)
+    assert codes == [ENDED] * (ranks - 1) + [-signal.SIGKILL], said
+    lines = [line for line in said.splitlines() if line.startswith("fastgrpo: ")]
+    [line] = [line for line in lines if " is lost: no sign of life for 4 s" in line]
+    lost = re.fullmatch(
+        rf"fastgrpo: rank (\d): (rank {ranks - 1} \(process \d+ on \S+\) is lost): no sign of life for 4 s, and a "
+        r"collective with it broke in stage reward\. It was killed, .*; nothing more is saved, and .*",
+        line,
+    )
+    assert lost, line
+    others = [f"fastgrpo: rank {rank}: ended, because {lost[2]}" for rank in range(ranks - 1) if rank != int(lost[1])]
+    assert sorted(set(lines) - {line}) == others
+    assert "Traceback" not in said and "gloo" not in said
+    [run] = tmp_path.iterdir()
+    kept = (run / "faults" / f"traceback_rank{lost[1]}.txt").read_text()
+    assert kept.startswith(f"{lost[2]}; what follows on rank {lost[1]}:\n\nTraceback (most recent call last):\n")
+    assert "gather" in kept and not (run / "finished").exists()
+
+
+def test_a_killed_rank_0_takes_the_store_along(runs, tiny_model: Path, tmp_path: Path) -> None:
+    codes, said = run_with(runs, 2, tmp_path, tiny_model, "kill_rank_0_in_reward", trainer__save_freq=-1)
+    assert codes == [-signal.SIGKILL, ENDED], said
+    [line] = [line for line in said.splitlines() if line.startswith("fastgrpo: ")]
+    assert line.startswith("fastgrpo: rank 1: rank 0 is lost, and the job's key-value store with it (")
+    assert "Traceback" not in said
+
+
 def test_a_mistake_that_all_ranks_meet_is_said_once(runs, tiny_model: Path, tmp_path: Path) -> None:
     codes, said = run_with(runs, 2, tmp_path, tiny_model, "raise_a_mistake_of_the_user")
     assert sorted(codes) == [2, ENDED]
@@ -55,7 +88,7 @@ def test_a_stage_that_hangs_is_named(runs, tiny_model: Path, tmp_path: Path) -> 
     assert "in hang_in_reward" in said or "time.sleep(60)" in said  # its stacks
     [run] = tmp_path.iterdir()
     waiting = (run / "faults" / "stacks_rank0.txt").read_text()
-    assert waiting.startswith("rank 1 has failed: rank 1 has been in stage reward") and "all_gather_object" in waiting
+    assert waiting.startswith("rank 1 has been in stage reward") and "all_gather_object" in waiting
 
 
 @pytest.mark.slow

@@ -127,6 +127,17 @@ def test_a_rank_that_was_killed_gives_the_status(tmp_path: Path) -> None:
     assert job.returncode == 137, job.stderr
 
 
+@pytest.mark.parametrize(("left", "traceback"), [(None, True), (-1, False)])
+def test_what_a_rank_has_said_needs_no_traceback_of_torchrun(left: int | None, traceback: bool, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    leave = f"from fastgrpo.torchrun import leave_status\nleave_status({left}, os.environ)\n" if left else ""
+    script.write_text(f"import os, sys\n{leave}print('fastgrpo: the disk is full', file=sys.stderr)\nsys.exit(1)\n")
+    command = [sys.executable, "-m", "fastgrpo.torchrun", "--standalone", "--nproc-per-node=1", str(script)]
+    job = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert job.returncode == 1 and "fastgrpo: the disk is full\n" in job.stderr
+    assert ("Traceback" in job.stderr) == traceback
+
+
 def test_defaults_in_both_spellings() -> None:
     environ = {"PATH": "/bin", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "500"}
     set_defaults(environ)

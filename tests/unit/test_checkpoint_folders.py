@@ -271,7 +271,9 @@ def test_adapters_of_another_shape_cannot_be_allowed() -> None:
         "model.lora_rank was 0 and is 8",
         "model.target_modules was ['all-linear'] and is ['q_proj']",
     ]
-    assert all("adapters of another shape; start a new run: trainer.resume=never" in line for line in lines)
+    assert all(
+        "adapters of another shape; set it back, or do without them: trainer.resume=never" in line for line in lines
+    )
     assert changed(model__lora_alpha=8) == [
         "model.lora_alpha was 16 and is 8 (allow it: trainer.resume_allow=[model.lora_alpha])"
     ]
@@ -300,6 +302,13 @@ def test_paths_that_lead_to_no_checkpoint(tmp_path: Path) -> None:
     assert "is no complete checkpoint: state/__0_0.distcp is missing" in refusal(
         tmp_path / "checkpoints" / "step_000010"
     )
+    assert "beside it" not in refusal(tmp_path / "checkpoints" / "step_000010")
+    for step in (5, 7):
+        make(tmp_path / "checkpoints", step)
+    (tmp_path / "checkpoints" / "step_000009.part").mkdir()
+    for name in ("step_000010", "step_000009.part", "step_000008"):  # damaged, half written, not there
+        said = refusal(tmp_path / "checkpoints" / name)
+        assert f"the newest complete one beside it: trainer.resume={tmp_path}/checkpoints/step_000007" in said
 
 
 def test_a_run_that_is_being_written_is_not_compared(tmp_path: Path) -> None:

@@ -176,8 +176,13 @@ def test_a_validation_is_refused_for_what_its_score_rests_on(
 ) -> None:
     config = configured(tmp_path, resume=str(run_folder(tmp_path, OLD, 20)), val_only=True)
     assert start(config).step == 20
-    with pytest.raises(ConfigError, match=option):
+    with pytest.raises(ConfigError, match=option) as refused:
         check_resume(changed(config, option, value))
+    head = str(refused.value).splitlines()[0]
+    assert head.endswith(
+        "/step_000020 cannot be validated by this configuration (trainer.resume=never validates model.path instead):"
+    )
+    assert "new run" not in str(refused.value)
     if excusable:
         assert start(changed(changed(config, option, value), "trainer.resume_allow", [option])).step == 20
 

@@ -261,9 +261,9 @@ def test_a_changed_bit_anywhere_ends_the_resume(
     flip(third / name)
     said = refusal()
     assert f"{third} cannot be read, though no file is missing: rank 0: ValueError: {name} has changed" in said
-    assert f"with trainer.resume={second}, or copy" in said
+    assert f"The complete one before it: trainer.resume={second}. Or copy" in said
     flip(second / name)
-    assert f"with trainer.resume={first} (step_000002 cannot be read either), or copy" in refusal()
+    assert f"before it: trainer.resume={first} (step_000002 cannot be read either). Or copy" in refusal()
     flip(first / name)
     assert "No older one can be read (step_000002, step_000001); copy it anew" in refusal()
 

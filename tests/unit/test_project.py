@@ -27,7 +27,7 @@ LAYERS = [
     {"errors", "clock", "flops", "fastgrpo", "torchrun", "whereabouts", "redact", "host_memory"},
     {"config", "records", "paths", "rows"},
     {"console", "hub", "mesh", "algorithm", "batch", "compose"},
-    {"diff", "launch", "metrics", "stopping"},
+    {"beats", "diff", "launch", "metrics", "stopping"},
     {"groups", "outage", "val_metrics", "watchdog"},
     {"policy", "reward", "data", "gate", "plan", "best_metric"},
     {"rollout", "checkpoint", "gpu"},

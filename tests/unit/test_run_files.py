@@ -66,23 +66,27 @@ def test_a_status_that_finds_no_room_is_none(tmp_path: Path) -> None:
     assert _status(file) == 74
 
 
-def test_answers_are_whole_or_not_there(tmp_path: Path) -> None:
+def test_answers_are_whole_or_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files, file = RunFiles(tmp_path), tmp_path / "rollouts" / "step_000001.jsonl"
     with room_for(100):
         files.write_rows("rollouts", file, [{"response": "x" * 60}] * 2)
     assert files.failures == 1 and not file.exists()
+    assert "rollouts NOT WRITTEN" in caplog.text and caplog.text.endswith("It will be tried again.\n")
+    with room_for(0), caplog.at_level(logging.ERROR):
+        files.attempt("finished", lambda: (tmp_path / "finished").write_text("4\n"), again=False)
+    assert "finished NOT WRITTEN" in caplog.text and caplog.text.endswith("It was the last try.\n")
     files.write_rows("rollouts", file, [{"response": "x" * 60}] * 2)
-    assert files.failures == 1 and len(file.read_text().splitlines()) == 2
+    assert files.failures == 2 and len(file.read_text().splitlines()) == 2
 
 
 def test_a_folder_is_known_by_more_than_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     files = RunFiles(folder)
-    assert not files.went_away(1) and not files.moved
+    assert not files.went_away(1) and files.moved_at is None
     folder.rename(tmp_path / "other")
     folder.symlink_to(tmp_path / "other")
     assert not files.went_away(2)  # its old name leads to it
     folder.unlink()
-    assert files.went_away(3) and files.moved and folder.is_dir()
-    assert not files.went_away(4) and files.moved  # said once
+    assert files.went_away(3) and files.moved_at == 3 and folder.is_dir()
+    assert not files.went_away(4) and files.moved_at == 3  # said once

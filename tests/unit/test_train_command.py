@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from fastgrpo import train
-from fastgrpo.errors import ConfigError
+from fastgrpo.errors import ConfigError, RunError
+from fastgrpo.torchrun import STATUS_FILE
 from fastgrpo.train import main, read_config
 
 
@@ -30,6 +31,19 @@ def command(*argv: str, launcher: tuple[str, ...] = ("-m", "fastgrpo.train"), cw
         env=kept | {"CUDA_VISIBLE_DEVICES": ""} | environ,
         timeout=120,
     )
+
+
+def test_what_ends_a_run_is_one_line_and_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: object) -> int:
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setenv(STATUS_FILE, str(tmp_path / "status"))
+    assert main(["+exp=quickstart"]) == 1
+    assert capsys.readouterr() == ("", "fastgrpo: the disk is full\n")
+    assert (tmp_path / "status").read_text() == "-1"  # the ranks' own exit codes decide: one may have been killed
 
 
 def test_overrides_with_and_without_plus() -> None:

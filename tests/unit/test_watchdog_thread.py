@@ -35,11 +35,11 @@ def test_a_silent_neighbour(silent_s: float, heartbeat: float | None, asked: boo
     store: Any = HashStore()
     store.set("beat/1", "7")
     dog = watchdog_of(heartbeat, time.monotonic() if asked else None)
-    dog._heard = "7", time.monotonic() - silent_s
+    dog._beats._heard = "7", time.monotonic() - silent_s
     assert dog._silent_neighbour(store) == said
     store.set("beat/1", "8")
     assert dog._silent_neighbour(store) is None
-    dog._heard = "8", time.monotonic() - silent_s
+    dog._beats._heard = "8", time.monotonic() - silent_s
     store.set("left/1", "")
     assert dog._silent_neighbour(store) is None
 
@@ -59,7 +59,7 @@ def test_where_a_stage_hangs_is_said_once(monkeypatch: pytest.MonkeyPatch, capfd
     dog, store = watchdog_of(60, None), HashStore()
     dog._stages.append(("reward", time.monotonic() - 2000))
     with pytest.raises(Ended, match="70"):
-        dog._look(store, 1)
+        dog._look(store)
     said, told = capfd.readouterr().err, store.get("why/0").decode()
     assert told == "rank 0 has been in stage reward for 2000 s; trainer.limits_s.reward=1800"
     assert said.count("compute_score at samples") == said.count("has been in stage") == 1
