@@ -45,6 +45,7 @@ from fastgrpo.mesh import Mesh, build_mesh
 from fastgrpo.plan import Plan, Sizes, read_sizes
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.compile import INDUCTOR
+from fastgrpo.policy.determinism import be_deterministic
 from fastgrpo.policy.lora import Lora, require_peft, warn_of_narrow_layers
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.selfcheck import check_packing
@@ -139,7 +140,7 @@ def build_stages(
     rewards.start()
 
     if config.trainer.deterministic:
-        _be_deterministic()
+        be_deterministic()
     sizes = _sizes(config, model_dir, ref_dir)
     config = settle_engine(config, sizes, layout, device_type)
     layout = Layout.of(config, layout.world, layout.ranks_per_node)
@@ -214,13 +215,6 @@ def _sizes(config: RunConfig, model_dir: Path, ref_dir: Path) -> Sizes:
     trust = config.model.trust_remote_code
     reference = read_sizes(ref_dir, trust_remote_code=trust) if loads_reference(config) else None
     return Sizes(read_sizes(model_dir, trust_remote_code=trust), reference)
-
-
-def _be_deterministic() -> None:
-    """Operations without a deterministic form warn: the engine, in this process too, has some that change nothing."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] - for bugs
 
 
 def _check_model(config: RunConfig, layout: Layout, model_config: PretrainedConfig) -> None:

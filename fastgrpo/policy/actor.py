@@ -29,6 +29,7 @@ from fastgrpo.batch.packing import ShardedBatch
 from fastgrpo.config import HeadImpl, RolloutCorrectionConfig, RunConfig, uses_reference
 from fastgrpo.errors import RunError
 from fastgrpo.metrics import Sums
+from fastgrpo.policy.determinism import strictly
 from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.nonfinite import BadUpdate, Pass, unhealthy
@@ -54,6 +55,7 @@ class Actor:
         self.version = 0
         self.optimizer = build_adamw(policy.module.parameters(), config.actor.optim)
         self._config = config.actor
+        self._deterministic = config.trainer.deterministic
         self._temperature = config.rollout.temperature
         self._kernel = KernelChoice.of(config.actor, policy.device.type)
         self._loss_config = loss_config(config)
@@ -109,7 +111,8 @@ class Actor:
         weights away, as `update` does."""
         self._parking.require_home()
         head = partial(score_head, temperature=self._temperature, kernel=self._kernel)
-        return [model.score(batch, head).logprobs_R for batch in batches]
+        with strictly(self._deterministic):
+            return [model.score(batch, head).logprobs_R for batch in batches]
 
     def gap(self, batches: Sequence[ShardedBatch]) -> Sums:
         """Sampler against trainer on all rows of `batches`, with the weights as they are."""
@@ -183,8 +186,9 @@ class Actor:
                 at_rollout=at_rollout,
                 kernel=self._kernel,
             )
-            out = self.policy.run(batch, head)
-            out.loss_sum.backward()
+            with strictly(self._deterministic):
+                out = self.policy.run(batch, head)
+                out.loss_sum.backward()
             loss_sum = out.loss_sum.detach()
             sums.add({"loss": loss_sum.double(), **out.stats})
             passes.append(Pass(batch, out.logprobs_R, loss_sum))

@@ -123,8 +123,11 @@ def flash(q_TQD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: 
     """CUDA, bfloat16 or float16, with the package flash-attn."""
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    cu, longest = packing.cu_seqlens, packing.max_seqlen
-    return flash_attn_varlen_func(q_TQD, k_TKD, v_TKD, cu, cu, longest, longest, softmax_scale=scale, causal=True)
+    cu, longest, repeatable = packing.cu_seqlens, packing.max_seqlen, torch.are_deterministic_algorithms_enabled()
+    lengths = (cu, cu, longest, longest)
+    return flash_attn_varlen_func(
+        q_TQD, k_TKD, v_TKD, *lengths, softmax_scale=scale, causal=True, deterministic=repeatable
+    )
 
 
 def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> Backend:
