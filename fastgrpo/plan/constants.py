@@ -20,6 +20,7 @@ GATHERED_BLOCKS_ALONE = 1
 GATHERED_BLOCKS = 3
 # Sequences of one bucket are padded to its longest, to 1 to 2 times their length (policy/attention.py).
 SDPA_PADDING = 1.25
+PROCESSORS = 132  # streaming multiprocessors of an H100 or H200; fewer on smaller GPUs
 MLP_SLICES = 8  # what the plan tries beside 1: with it the MLP's share of a block's memory is small
 OFFLOADED_IN_FLIGHT = 2  # block inputs on the device with activation_offload: the one computed and the one copied
 

@@ -61,6 +61,7 @@ class Job:
     reference_width: int
     liger: bool  # fused RMSNorm, SwiGLU and rotary embedding
     varlen: bool  # attention on packed rows without padding
+    repeatable: bool  # trainer.deterministic
     reference_head: bool  # actor.head: the chunked torch form instead of the kernels
     entropy_gradient: bool
     own_engine: bool  # rollout.name=hf: its weights stay on the device
@@ -98,6 +99,7 @@ class Job:
             reference_width=_WIDTH[reference],
             liger=actor.use_liger and not actor.use_torch_compile and sizes.model.family in _LIGER_FAMILIES,
             varlen=compute == "bfloat16" and actor.attention != "sdpa",
+            repeatable=config.trainer.deterministic,
             reference_head=actor.head == HeadImpl["reference"],
             entropy_gradient=actor.entropy_coeff != 0 or actor.head == HeadImpl["reference"],
             own_engine=rollout.name == "hf",

@@ -102,7 +102,7 @@ def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
     return (
         ("gathered weights", c * (model.outer_parameters + blocks * job.block_whole)),
         ("activations", kept_activations(job, settings)),
-        ("a block's backward", tokens * recomputed + backward_scratch(job, settings)),
+        ("a block's backward", tokens * recomputed + _block_scratch(job, settings)),
         ("gradients being reduced", (c + k.REDUCED) * job.block_trained),  # its own, the block's before it
         ("head's gradient", 0 if job.lora_rank else c * model.head_parameters),
     )
@@ -162,6 +162,24 @@ def _norm_activations(job: Job, width: int) -> int:
 def _mlp_activations(job: Job) -> int:
     """Bytes a token of an MLP's inside."""
     return job.compute_width * (3 if job.liger else 4) * job.model.intermediate
+
+
+def _block_scratch(job: Job, settings: Settings) -> int:
+    """Of the MLP's backward or of the attention's, which follow one another."""
+    return max(backward_scratch(job, settings), repeatable_scratch(job, settings))
+
+
+def repeatable_scratch(job: Job, settings: Settings) -> int:
+    """Bytes of flash attention's deterministic backward; 0 without. Its thread blocks may not add to one gradient of
+    the queries, so there are as many float32 copies of it as it takes to keep the device busy with B sequences of the
+    heads that a rank has: ceil(processors / (B heads / sp)), with 128 rows of padding a sequence and heads of multiples
+    of 32 (mha_varlen_bwd of flash-attn 2, which torch carries too). For packs of sequences at their longest."""
+    if not (job.varlen and job.repeatable):
+        return 0
+    packed, heads = row_tokens(job, settings) * job.sp, -(-job.model.heads // job.sp)
+    sequences = max(1, packed // job.longest)
+    copies = -(-k.PROCESSORS // (sequences * heads))
+    return copies * 4 * (packed + 128 * sequences) * heads * 32 * -(-job.model.head_dim // 32)
 
 
 def backward_scratch(job: Job, settings: Settings) -> int:

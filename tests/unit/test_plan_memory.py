@@ -21,6 +21,7 @@ from fastgrpo.plan.memory import (
     host_peak,
     kept_activations,
     pinned_state,
+    repeatable_scratch,
     rollout_peak,
     sequence_bytes,
     sync_peak,
@@ -157,6 +158,7 @@ def job(**changes: Any) -> Job:
         reference_width=2,
         liger=True,
         varlen=True,
+        repeatable=False,
         reference_head=False,
         entropy_gradient=False,
         own_engine=False,
@@ -246,6 +248,24 @@ def test_backward_and_outer_by_hand() -> None:
     assert moment("backward", job(), settings(gradient_checkpointing=2))["a block's backward"] == 200 * 2 * (30 + 20)
     outer = moment("outer", job(), settings())
     assert outer["gradients being reduced"] == 20_010 * 6 + 4 * 20_010 // 2
+
+
+def test_a_repeatable_attention_keeps_copies_of_a_gradient() -> None:
+    """200 tokens are two sequences of 100 with 5 heads: 14 copies on 132 processors, of 200 + 256 rows of 5 heads,
+    whose 2 columns are padded to 32."""
+    exact = job(repeatable=True)
+    copies = 14 * 4 * 456 * 5 * 32
+    assert repeatable_scratch(exact, settings()) == copies
+    recomputed = 200 * (block_activations(exact, settings()) - 2 * 10)
+    assert moment("backward", exact, settings())["a block's backward"] == recomputed + copies
+    assert repeatable_scratch(job(), settings()) == 0
+    assert repeatable_scratch(job(repeatable=True, varlen=False), settings()) == 0
+    # sp 5: 1,000 tokens of 10 sequences, each rank with one head of all
+    assert repeatable_scratch(job(repeatable=True, sp=5), settings()) == 14 * 4 * (1000 + 1280) * 32
+    busy = job(repeatable=True, model=replace(MODEL, heads=66, head_dim=128))  # two sequences keep the device busy
+    assert repeatable_scratch(busy, settings()) == 4 * 456 * 66 * 128
+    small = job(repeatable=True, longest=400, most_tokens=50)  # less than one sequence
+    assert repeatable_scratch(small, settings()) == 27 * 4 * (50 + 128) * 5 * 32
 
 
 def test_adapters_by_hand() -> None:
