@@ -67,3 +67,13 @@ def test_hang_is_ended_and_its_place_shown(ranks):
     with pytest.raises(RankError, match=r"--- rank 0 of 2\nno answer; its stacks:\n(.|\n)*in _call(.|\n)*--- rank 1"):
         ranks(2).run(time.sleep, 300, timeout_s=1)
     assert time.monotonic() - started < 120
+
+
+def test_processes_with_too_many_threads_make_room_for_fresh_ones(ranks, monkeypatch):
+    pool = ranks(2)
+    kept = pool.run(_process_id)
+    assert pool.run(_process_id) == kept
+    monkeypatch.setattr("pool.MOST_THREADS", 1)
+    assert pool.run(_process_id) == kept  # the result of the last call is not lost
+    monkeypatch.undo()
+    assert not set(pool.run(_process_id)) & set(kept)
