@@ -13,16 +13,15 @@ another model, once in float32 (SDPA, no TF32) and once in bfloat16 (layout_pari
 disagrees or fails makes the status 1. Rows go to bench/results/layouts_<gpu>.json as they come:
 
     {what (steps, update, parity float32, parity bfloat16), layout, workload, job, prompts, world, dp, sp, tp, replicas,
-     process_s, error, versions, commit, device}
-    steps, update: and what bench_step.py's rows have; peaks are the largest of the ranks
+     start_s, process_s, error, versions, commit, device}
+    steps, update: and what bench_step.py's rows have, also of processes that end early; peaks are the largest of the
+    ranks; start_s and process_s count from the start of torchrun (of parity, start_s is to the comparison's end)
     parity: {dtype, against, loss, grad_norm, loss_error, norm_error, gradient_error, tensor_error, worst, failures}
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -33,8 +32,8 @@ import torch
 import layout_parity
 import step_ours
 from bench_step import MADE, REFERENCE, SMOKE
-from children import run_child, start_words
-from cli import at_least, command, known_shape, make_parser, no_gpu, positive_int, positive_number, warm_up_of
+from children import reporter, run_child, start_words
+from cli import Ending, at_least, command, known_shape, make_parser, no_gpu, positive_int, positive_number, warm_up_of
 from fastgrpo.compose import read_config
 from fastgrpo.config import RunConfig, check
 from layout_names import ONE, PARITY, STEPS, TRAIN_ONLY, ParallelLayout, defaults
@@ -98,11 +97,12 @@ def main(arguments: list[str]) -> int:
         return no_gpu("bench_layouts.py compares GPUs", "--smoke tries it on CPU processes")
     out = out_file(args, "layouts")
     rows = Rows(out, provenance(args.commit), key=("what", "layout", "workload"))
-    with tempfile.TemporaryDirectory() as folder:
-        failed = run_all(args, rows, args.models or Path(folder))
-    if out.exists():
-        print(render(out))
-    return 1 if failed else 0
+    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
+        ending.listen()
+        failed = run_all(args, rows, args.models or Path(folder), ending)
+        if out.exists():
+            print(render(out), flush=True)
+    return ending.status or (1 if failed else 0)
 
 
 def jobs(args: argparse.Namespace) -> list[tuple[str, ParallelLayout]]:
@@ -119,16 +119,19 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, ParallelLayout]]:
     return [(what, ParallelLayout.of(name)) for what, name in found]
 
 
-def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
-    """Whether any failed. All options are checked before the first starts."""
+def run_all(args: argparse.Namespace, rows: Rows, models: Path, ending: Ending) -> bool:
+    """Whether any failed, of those that ran before somebody said to end. All options are checked before the first
+    starts."""
     wanted = [(what, layout, config_of(args, what, layout, models)) for what, layout in jobs(args)]
-    made = measure(args, "models", ParallelLayout.of(ONE), models)
+    made = measure(args, "models", ParallelLayout.of(ONE), models, ending)
     if "error" in made:
         print(f"no models: {made['error']}")
         return True
     failed = False
     for what, layout, config in wanted:
-        row = make_row(args, what, layout, config, measure(args, what, layout, models))
+        if ending.status is not None:
+            break
+        row = make_row(args, what, layout, config, measure(args, what, layout, models, ending))
         failed |= bool(row["error"] or row.get("failures"))
         rows.put(row)
     return failed
@@ -159,8 +162,10 @@ def reference(shape: str) -> str:
     return f"{shape}-other"  # folder of the model that the KL term is to
 
 
-def measure(args: argparse.Namespace, what: str, layout: ParallelLayout, models: Path) -> dict[str, Any]:
-    """One layout's processes: what they report, or {"error"}."""
+def measure(
+    args: argparse.Namespace, what: str, layout: ParallelLayout, models: Path, ending: Ending
+) -> dict[str, Any]:
+    """One layout's processes: what run_child says of them."""
     print(f"-- {what}, {layout.name}", flush=True)
     report = models / "report.json"
     words, environ = start_words(layout.world)
@@ -168,24 +173,23 @@ def measure(args: argparse.Namespace, what: str, layout: ParallelLayout, models:
     words += ["--models", str(models), *(["--smoke"] if args.smoke else [])]
     words += [*(["--steps", str(args.steps)] if args.steps else [])]
     words += [*(["--train-only", str(args.train_only)] if args.train_only else []), "--", *args.overrides]
-    return run_child(words, report, args.minutes, environ)
+    return run_child(words, report, args.minutes, environ, ending)
 
 
 def child(args: argparse.Namespace, what: str, name: str, report: str) -> None:
     """On every rank of the layout."""
     device, layout = "cuda" if torch.cuda.is_available() else "cpu", ParallelLayout.of(name)
+    note = reporter(report)
     if what == "models":  # made once, by a process that gives its memory back
         for seed, folder in enumerate((args.shape, reference(args.shape))):
             make_model(args.shape, args.models / folder, device, seed)
-        result = {}
+        note({})
     elif what.startswith("parity"):
         config = config_of(args, what, layout, args.models)
-        result = layout_parity.run(config, what.split()[1], args.models, is_truth=name == ONE)
+        note(layout_parity.run(config, what.split()[1], args.models, is_truth=name == ONE))
     else:
         steps = args.steps if what == "steps" else args.train_only
-        result = step_ours.run(args.models / args.shape, steps, options_of(args, what, layout))
-    if os.environ.get("RANK", "0") == "0":
-        Path(report).write_text(json.dumps(result))
+        step_ours.run(args.models / args.shape, steps, options_of(args, what, layout), note)
 
 
 def make_row(
@@ -200,6 +204,7 @@ def make_row(
         "workload": job.replace(", x", f", {data.train_batch_size} x", 1),
         "job": job,  # the workload without the number of prompts: what layouts are compared within
         "prompts": data.train_batch_size,
+        "start_s": result["start_s"],
         "process_s": result["process_s"],
     }
     if not what.startswith("parity"):

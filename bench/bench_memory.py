@@ -14,6 +14,10 @@ and measured GiB, and planned / measured.
     rollout    what the whole GPU holds when the last token is drawn
     host       fall of the machine's available memory since the start, the largest seen (on a machine left alone)
 
+start_s is the time from the start of the process to the end of its first step. SIGTERM or Ctrl-C ends it at the end of
+a step, on all ranks: the peaks are those of the steps so far, `error` says how many ("ended by SIGTERM; 1 of 3 steps"),
+the exit status is 143 or 130. Without a step nothing is written.
+
 A CPU has no plan and no device to look at: with --smoke only the host's row has a figure, and it measures nothing.
 """
 
@@ -32,7 +36,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from cli import command, known_shape, make_parser, no_gpu, positive_int, refuse
+from cli import Ending, command, known_shape, make_parser, no_gpu, positive_int, refuse, so_far, write_json
 from fastgrpo import Trainer, host_memory
 from fastgrpo.compose import read_config
 from fastgrpo.plan import Plan, with_option
@@ -40,7 +44,7 @@ from fastgrpo.plan.constants import GIB
 from fastgrpo.plan.settle import DECIDED
 from fastgrpo.records import StepRecord
 from made_model import make_model, make_prompts, reward_of
-from run_summary import out_file, provenance
+from run_summary import out_file, process_age_s, provenance
 
 POLL_S = 0.1
 # Prompts are made here: nothing of the experiment's data or template is used, and nothing but memory is of interest.
@@ -80,16 +84,19 @@ def main(arguments: Sequence[str]) -> int:
     shape = shape_of(read_config(words).model.path)
     is_main = os.environ.get("RANK", "0") == "0"
     out = out_file(args, f"memory_{experiment(words)}") if is_main else None
-    with tempfile.TemporaryDirectory() as made:
+    with Ending() as ending, tempfile.TemporaryDirectory() as made:
         model = make_model(shape, args.model or Path(made), "cpu" if args.smoke else "cuda")
         torch.cuda.empty_cache()
-        found = measure([*words, *MADE, f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"], args.steps)
-    typed = " ".join(["bench/bench_memory.py", *args.words, f"--steps {args.steps}", *(["--smoke"] * args.smoke)])
-    record = {"command": typed, "model": shape, **found, **provenance(args.commit)}
-    if out:
-        print(json.dumps(record, indent=1))
-        out.write_text(json.dumps(record, indent=1) + "\n")
-    return 0
+        options = [*words, *MADE, f"model.path={model}", f"model.tokenizer_path={model}/tokenizer"]
+        found = measure(options, args.steps, ending)
+        typed = " ".join(["bench/bench_memory.py", *args.words, f"--steps {args.steps}", *(["--smoke"] * args.smoke)])
+        if out and found["steps"]:
+            record = {"command": typed, "model": shape, **found, **provenance(args.commit)}
+            print(json.dumps(record, indent=1), flush=True)
+            write_json(out, record)
+        elif out:
+            print(f"nothing measured: {found['error']}", file=sys.stderr, flush=True)
+    return ending.status or 0
 
 
 def shape_of(path: str) -> str:
@@ -105,14 +112,16 @@ def experiment(words: Sequence[str]) -> str:
     return Path(next(word for word in words if word.startswith("+exp=")).removeprefix("+exp=")).stem
 
 
-def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
+def measure(arguments: Sequence[str], steps: int, ending: Ending) -> dict[str, Any]:
     config = with_option(read_config(arguments), "reward.functions", {})  # the made reward stands alone
     with HostMemory() as host:
         vocab = AutoConfig.from_pretrained(config.model.path).vocab_size
         prompts = make_prompts(config.data.train_batch_size * steps, config.data.max_prompt_length, vocab)
         trainer = Trainer(config, prompts=prompts, reward=lambda response: reward_of(response))
         mesh, plan, settled = trainer.stages.mesh, trainer.stages.plan, trainer.config
-        records = [trainer.step() for _ in range(steps)]
+        ending.listen()
+        records, start_s = ending.repeat(mesh.gather, 1, trainer.step), process_age_s()
+        records += ending.repeat(mesh.gather, steps - 1, trainer.step)
     largest = {
         name: max((value for value in mesh.gather(_largest(records, key)) if value is not None), default=None)
         for name, key in (("training", "perf/train_peak_gib"), ("rollout", "perf/rollout_gib"))
@@ -122,12 +131,20 @@ def measure(arguments: Sequence[str], steps: int) -> dict[str, Any]:
     return {
         "ranks": mesh.world,
         "planned_for_gib": None if plan is None else _rounded(plan.gpu_bytes / GIB),
-        "steps": steps,
-        "response_tokens_mean": records[-1].metrics["response_length/mean"],
-        "seconds_of_the_last_step": round(records[-1].timings["step"], 2),
-        "mfu_of_the_last_step": _rounded(records[-1].metrics.get("perf/mfu")),
+        "steps": len(records),
+        "error": so_far(ending.reason(), len(records), steps, "steps") if len(records) < steps else None,
+        "start_s": start_s,
+        **(_of_the_last(records[-1]) if records else {}),
         "decided": {option: _at(settled, option) for option in DECIDED},
         "peaks": compare(plan, largest),
+    }
+
+
+def _of_the_last(record: StepRecord) -> dict[str, Any]:
+    return {
+        "response_tokens_mean": record.metrics["response_length/mean"],
+        "seconds_of_the_last_step": round(record.timings["step"], 2),
+        "mfu_of_the_last_step": _rounded(record.metrics.get("perf/mfu")),
     }
 
 

@@ -16,11 +16,14 @@ bench/results/resume_<device>.json (or --out FILE); exit status 1 if anything di
 at the same time, which spares a start and spoils only the timings and `rollout_gib`, what the whole GPU holds. --cost
 adds the unbroken run without trainer.deterministic: how much longer is a step that can be repeated?
 
+SIGTERM or Ctrl-C ends its runs, and half a comparison is none: it says how far they came and exits with 143 or 130.
+
 What it does not ask is what a run does that is killed: tests/dist/test_resume.py, on a CPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -28,13 +31,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
 
-from cli import MISUSE, at_least, command, make_parser, positive_int, refuse
+from children import end, wait
+from cli import MISUSE, Ending, at_least, command, make_parser, positive_int, refuse, write_json
 from fastgrpo.stopping import SAVED
 from run_summary import out_file, peak, provenance, quantiles
 
@@ -54,23 +59,16 @@ def main(arguments: Sequence[str]) -> int:
     if stop >= args.steps:
         parser.error(f"--stop {stop}: nothing is left to resume of --steps {args.steps}")
     out = out_file(args, "resume")
-    with tempfile.TemporaryDirectory() as folder:
+    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
+        ending.listen()
         whole, broken, free = Path(folder, "unbroken"), Path(folder, "stopped"), Path(folder, "not_deterministic")
         words = ["+exp=quickstart", "trainer.deterministic=true", f"trainer.max_steps={args.steps}", *args.overrides]
-        if args.together:
-            first = start(words, whole)
-        else:
-            finish(start(words, whole), 0)
-        second = start(words, broken)
-        wait_for(second, broken, stop)
-        second.send_signal(signal.SIGTERM)
-        finish(second, SAVED)
-        stopped_at = rows_of(broken)[-1]["step"]
-        if args.together:
-            finish(first, 0)
-        finish(start(words, broken), 0)
-        if args.cost:
-            finish(start([*words, "trainer.deterministic=false"], free), 0)
+        try:
+            stopped_at = run_all(args, words, (whole, broken, free), stop, ending)
+        except Ended as ended:
+            came = ", ".join(f"{run.name} {last_step(run)}" for run in (whole, broken, free) if run.exists())
+            print(f"{ended}, nothing is compared; steps done of {args.steps}: {came}", file=sys.stderr, flush=True)
+            return ending.status or 1
         record = {
             "command": words,
             **provenance(args.commit),
@@ -87,16 +85,51 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("train_peak_gib", "rollout_gib")
     }
     print(json.dumps(record, indent=1))
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(out, record)
     return 0 if all(record["equal"].values()) else 1
+
+
+class Ended(Exception):
+    """The benchmark was told to end."""
+
+
+def run_all(
+    args: argparse.Namespace, words: Sequence[str], folders: tuple[Path, Path, Path], stop: int, ending: Ending
+) -> int:
+    """The runs, and the step after which the second was stopped. None of them is left. Raises Ended."""
+    whole, broken, free = folders
+    with ExitStack() as left:
+
+        def begin(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+            process = start(words, folder)
+            left.callback(end, process)
+            return process
+
+        first = begin(words, whole)
+        if not args.together:
+            finish(first, 0, ending)
+        second = begin(words, broken)
+        wait_for(second, broken, stop, ending)
+        second.send_signal(signal.SIGTERM)
+        finish(second, SAVED, ending)
+        stopped_at = last_step(broken)
+        if args.together:
+            finish(first, 0, ending)
+        finish(begin(words, broken), 0, ending)
+        if args.cost:
+            finish(begin([*words, "trainer.deterministic=false"], free), 0, ending)
+    return stopped_at
 
 
 def start(words: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "fastgrpo.train", *words, f"trainer.run_dir={folder}"])
 
 
-def finish(process: subprocess.Popen[bytes], status: int) -> None:
-    if (found := process.wait()) != status:
+def finish(process: subprocess.Popen[bytes], status: int, ending: Ending) -> None:
+    found = wait(process, ending)
+    if ending.status is not None:  # asked first: the run may have been given the same signal
+        raise Ended(ending.reason())
+    if found is not None and found != status:
         give_up(f"a run ended with status {found}, not {status}: see above", found)
 
 
@@ -107,9 +140,11 @@ def give_up(text: str, status: int) -> NoReturn:
     raise SystemExit(text)
 
 
-def wait_for(process: subprocess.Popen[bytes], folder: Path, step: int) -> None:
+def wait_for(process: subprocess.Popen[bytes], folder: Path, step: int, ending: Ending) -> None:
     """Until the run has written the row of that step."""
     while not any(row["step"] >= step and "actor/loss" in row for row in rows_of(folder)):
+        if ending.status is not None:
+            raise Ended(ending.reason())
         if process.poll() is not None:
             give_up(f"the run ended with status {process.returncode} before step {step}: see above", process.returncode)
         time.sleep(POLL_S)
@@ -124,6 +159,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl of the folder's run as far as it is written; nothing before it begins."""
     text = "".join(file.read_text() for file in folder.glob("*/metrics.jsonl"))
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def last_step(folder: Path) -> int:
+    return max((row["step"] for row in rows_of(folder)), default=0)
 
 
 def rows_after(step: int, folder: Path) -> list[dict[str, Any]]:

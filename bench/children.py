@@ -1,44 +1,79 @@
 """A benchmark's measurements, each in a process (or a torchrun of several) of its own, so that none inherits another's
 memory, compiled code or fault.
 
-    command --> stdout, stderr: the console's            report: JSON that the child (its rank 0) writes at its end
+    command --> stdout, stderr: the console's
+            --> report: JSON by the child (its rank 0), whole at any time, read when the child has ended
+                {"steps": [a dict a step], "steps_asked", ...}    rewritten after every step
+                anything else                                     written once, at the end
 
-A child past its time is ended with SIGTERM, which torchrun passes on to its workers before it ends itself: killed at
-once it would leave them behind, on the GPUs.
+A child that ends early, for lack of time, by a fault or because the benchmark itself is told to end (cli.Ending),
+leaves the steps that it has finished. It is ended with SIGTERM, which torchrun passes on to its workers before it ends
+itself: killed at once it would leave them behind, on the GPUs.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cli import Ending, so_far, write_json
 from fastgrpo.launch import torchrun_environ
 
+POLL_S = 0.1
 GRACE_S = 45  # torchrun kills workers 30 s after it has passed a signal on, told so by WORKERS_S
 WORKERS_S = 20
 
 
-def run_child(command: Sequence[str], report: Path, minutes: float, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What `command` wrote to `report`, or {"error"}; and "process_s", the seconds of the whole process."""
+def run_child(
+    command: Sequence[str], report: Path, minutes: float, environ: Mapping[str, str], ending: Ending
+) -> dict[str, Any]:
+    """What `command` wrote to `report`; where it ended early, {"error"} and the steps that it had reported. And
+    "process_s", the seconds of the whole process, and "start_s", those to its first report; null without one."""
     report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
-    start = time.perf_counter()
+    start, reported = time.perf_counter(), []
+
+    def look() -> None:
+        if not reported and report.exists():
+            reported.append(round(time.perf_counter() - start, 1))
+
     process = subprocess.Popen(list(command), env=dict(environ) | {"PYTHONUNBUFFERED": "1"})
     try:
-        status = process.wait(timeout=60 * minutes)
-        error = f"ended with status {status}" if status or not report.exists() else None
-    except subprocess.TimeoutExpired:
-        error = f"not done after {minutes:g} minutes"
+        status = wait(process, ending, 60 * minutes, look)
     finally:
         end(process)
-    result = {"error": error} if error else json.loads(report.read_text())
-    return result | {"process_s": round(time.perf_counter() - start, 1)}
+    look()
+    seconds = {"start_s": reported[0] if reported else None, "process_s": round(time.perf_counter() - start, 1)}
+    found = json.loads(report.read_text()) if reported else {}
+    steps, asked = len(found.get("steps", [])), found.get("steps_asked", 0)
+    if status == 0 and reported and steps == asked:
+        return found | seconds
+    if ending.status is not None:  # asked first: the child may have been given the same signal
+        error = ending.reason()
+    else:
+        error = f"not done after {minutes:g} minutes" if status is None else f"ended with status {status}"
+    if not steps:
+        return {"error": error} | seconds
+    return found | {"error": so_far(error, steps, asked, "steps")} | seconds
+
+
+def wait(
+    process: subprocess.Popen[bytes], ending: Ending, limit_s: float = math.inf, look: Callable[[], None] | None = None
+) -> int | None:
+    """Its exit status, or None when the time is over or `ending` was asked for. Calls `look` again and again."""
+    deadline = time.monotonic() + limit_s
+    while process.poll() is None and ending.status is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        if look is not None:
+            look()
+    return process.poll()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -49,6 +84,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def reporter(report: str) -> Callable[[Mapping[str, Any]], None]:
+    """Of a child: writes what it is given to the file `report`, in place of what is there. On rank 0 alone."""
+
+    def write(result: Mapping[str, Any]) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            write_json(Path(report), result)
+
+    return write
 
 
 def start_words(ranks: int) -> tuple[list[str], dict[str, str]]:

@@ -1,4 +1,5 @@
-"""What the benchmarks' commands share: arguments, refusals, where a result goes and how one is read.
+"""What the benchmarks' commands share: arguments, refusals, where a result goes, how one is read and written, and how a
+benchmark that is told to end keeps what it has measured.
 
 A mistake of the user is one line on standard error and exit status 2, before anything is measured. Nothing here imports
 the trainer until `command` meets an error: bench_lm_head.py runs where the kernels alone are installed.
@@ -11,13 +12,17 @@ import json
 import math
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 SHAPES = Path(__file__).parent / "shapes"
 MISUSE = 2
+ONE_PRESS_S = 0.5  # two SIGINTs within it are one Ctrl-C, which came on several ways
 
 
 class Misuse(SystemExit):
@@ -124,6 +129,13 @@ def checked_out(path: Path) -> Path:
     return path
 
 
+def write_json(path: Path, content: Any) -> None:
+    """Whole or not at all, for whoever reads `path` meanwhile or after this process was killed here."""
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def read_text(path: Path) -> str:
     """Refuses what is no text file."""
     try:
@@ -154,3 +166,61 @@ def lacks_rows(content: Any, wanted: dict[str, Iterable[str]]) -> str | None:
             if lacking := set(keys) - (set(entry) if isinstance(entry, dict) else set()):
                 return f"{name}[{i}] has no {', '.join(sorted(lacking))}"
     return None
+
+
+# ---- being told to end
+
+
+class Ending:
+    """SIGTERM and Ctrl-C noted instead of obeyed, so that what was measured is written first.
+
+        with Ending() as ending:     nothing is changed yet: there is nothing to lose
+            ending.listen()          from here to the end of the block a signal is only noted
+            ending.status            None, or the exit status that is due; looked at between two pieces of work
+
+    `timeout`, a terminal and torchrun let one signal arrive several times, so further ones change nothing, but for a
+    Ctrl-C that is clearly another one: KeyboardInterrupt, at once. For the main thread."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None  # 128 + the signal's number, as in a shell
+        self._noted_s = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def listen(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            self._before[signum] = signal.signal(signum, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.status is None:
+            self.status, self._noted_s = 128 + signum, now
+        elif signum == signal.SIGINT and now - self._noted_s > ONE_PRESS_S:
+            raise KeyboardInterrupt
+
+    def repeat(self, gather: Callable[[Any], list[Any]], times: int, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returns, `times` times, or as often as it could before one of the ranks was told to end, which
+        all of them are then. A collective: `gather` is the mesh's."""
+        found: list[Any] = []
+        while len(found) < times:
+            self.status = max((status for status in gather(self.status) if status is not None), default=None)
+            if self.status is not None:
+                break
+            found.append(work())
+        return found
+
+    def reason(self) -> str:
+        """For the row: "ended by SIGTERM". Only where there is a status."""
+        assert self.status is not None
+        return f"ended by {signal.Signals(self.status - 128).name}"
+
+
+def so_far(reason: str, done: int, asked: int, unit: str) -> str:
+    """The `error` of an incomplete row: "ended by SIGTERM; 2 of 3 steps"."""
+    return f"{reason}; {done} of {asked} {unit}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from cli import lacks_rows, read_result
 from layout_names import ONE
-from step_report import shown
+from step_report import shown, step_time
 
 KEYS = ("what", "layout", "workload", "job", "prompts", "world", "error")
 PARITY_HEAD = ("layout", "GPUs", "dtype", "compared with", "loss", "norm", "whole gradient", "worst tensor", "")
@@ -72,7 +72,7 @@ def step_lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
                 row["layout"],
                 str(row["world"]),
                 str(row["prompts"]),
-                shown(row["step_s_p50"], "{:.2f} s") or f"not measured: {row['error']}",
+                step_time(row),
                 shown(ratio(row["step_s_p50"], one.get("step_s_p50")), "{:.2f}"),
                 shown(update, "{:.2f} s"),
                 shown(ratio(update, one.get("phases", {}).get("update")), "{:.2f}"),

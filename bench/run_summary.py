@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,12 @@ def out_file(args: argparse.Namespace, benchmark: str) -> Path:
 def provenance(at: str | None, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """What every record says of itself; `at`: the commit, where the user had to name it."""
     return {"device": device_name(), "versions": versions(packages), "commit": at or commit()}
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included. Linux."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22: start, since boot
+    return round(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 1)
 
 
 def commit() -> str:

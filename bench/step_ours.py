@@ -3,7 +3,7 @@ from Python. On several ranks every rank calls `run`; peaks are the largest of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from step_memory import GIB, train_peak_gib
 WORKLOAD = Path(__file__).parent / "reference_step.yaml"
 
 
-def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """{"steps": [a dict a step], ...}; see bench_step.py for the keys."""
+def run(model: Path, steps: int, overrides: Sequence[str], note: Callable[[Mapping[str, Any]], None]) -> None:
+    """`note` is given {"steps": [a dict a step], "steps_asked", ...} after every step; see bench_step.py for the
+    keys."""
     config = config_of(model, overrides)
     vocab = AutoConfig.from_pretrained(model).vocab_size
     prompts = make_prompts(config.data.train_batch_size * steps, config.data.max_prompt_length, vocab)
@@ -43,9 +44,14 @@ def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
                 "gap_abs_mean": record.metrics.get("gap/abs_mean"),
             }
         )
+        note({"steps": rows, "steps_asked": steps, **about_run(trainer, overrides)})
+    trainer.close()
+
+
+def about_run(trainer: Trainer, overrides: Sequence[str]) -> dict[str, Any]:
+    """What all of its steps have in common."""
     settled = trainer.config
-    result = {
-        "steps": rows,
+    return {
         "engine": dict(trainer.stages.engine.info),
         "planned": planned_gib(trainer.stages.plan),
         "masters": "float32",
@@ -59,8 +65,6 @@ def run(model: Path, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
             "overrides": list(overrides),
         },
     }
-    trainer.close()
-    return result
 
 
 def config_of(model: Path, overrides: Sequence[str]) -> RunConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cli import lacks_rows, read_result
+from cli import lacks_rows, read_result, write_json
 
 COLORS = {"sync": "tab:purple", "gen": "tab:blue", "reward": "0.7", "old": "tab:olive", "ref": "tab:cyan"}
 KEYS = ("impl", "workload", "step_s_p50", "phases", "train_peak_gib", "rollout_peak_gib", "mfu", "masters", "error")
@@ -34,17 +33,15 @@ class Rows:
         """Adds `row`, in the place of one of the same key."""
         kept = self._rows() if self._path.exists() else []
         rows = [old for old in kept if any(old[k] != row[k] for k in self._key)] + [row | self._common]
-        unfinished = self._path.with_suffix(".partial")
-        unfinished.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-        unfinished.replace(self._path)
+        write_json(self._path, {"rows": rows})
 
 
 def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
-    """Of what step_ours.run and its like report, or {"error"}: medians over the steps after the warm-up of all
-    processes, and the largest peaks."""
-    done = [result for result in results if "error" not in result]
-    steps = [step for result in done for step in result["steps"][warm_up:]]
-    last = done[-1] if done else {}
+    """Of what run_child says of step_ours.run and its like: medians over the steps after the warm-up of all processes,
+    whether they came to their end or not, the largest peaks, the longest start and process."""
+    measured = [result for result in results if len(result.get("steps", [])) > warm_up]
+    steps = [step for result in measured for step in result["steps"][warm_up:]]
+    last = measured[-1] if measured else {}
     return {
         "step_s_p50": median([step["step_s"] for step in steps]),
         "phases": {
@@ -60,6 +57,8 @@ def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
         "masters": last.get("masters"),
         "warm_up": warm_up,
         "step_s": [round(step["step_s"], 3) for step in steps],
+        "start_s": largest(results, "start_s"),
+        "process_s": largest(results, "process_s"),
         "engine": last.get("engine"),
         "settings": last.get("settings"),
         "error": next((result["error"] for result in results if "error" in result), None),
@@ -68,6 +67,13 @@ def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
 
 def median(values: Sequence[float]) -> float | None:
     return round(float(np.median(values)), 4) if values else None
+
+
+def step_time(row: dict[str, Any]) -> str:
+    """A table's cell; of an incomplete measurement with what it lacks."""
+    if row["step_s_p50"] is None:
+        return f"not measured: {row['error']}"
+    return f"{row['step_s_p50']:.2f} s" + (f" (incomplete: {row['error']})" if row["error"] else "")
 
 
 def largest(steps: Sequence[dict[str, Any]], name: str) -> float | None:
@@ -92,7 +98,7 @@ def render(path: Path) -> str:
             [
                 row["impl"] if row["masters"] is None else f"{row['impl']} ({row['masters']} masters)",
                 row["workload"],
-                shown(row["step_s_p50"], "{:.2f} s") or f"not measured: {row['error']}",
+                step_time(row),
                 phases,
                 shown(row["train_peak_gib"], "{:.1f} GiB"),
                 shown(row["rollout_peak_gib"], "{:.1f} GiB"),
@@ -122,7 +128,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for name, seconds in [*row["phases"].items(), ("rest", rest)]:
             axes.barh(y, seconds, left=left, color=COLORS.get(name, "tab:gray"), label=name)
             left += seconds
-        axes.text(left, y, f" {row['step_s_p50']:.2f} s", va="center")
+        axes.text(left, y, f" {row['step_s_p50']:.2f} s{', incomplete' if row['error'] else ''}", va="center")
     axes.set_yticks(range(len(measured)), labels, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("seconds a step, median")

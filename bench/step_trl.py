@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,17 @@ SETTINGS = (
 )
 
 
-def run(model: Path, steps: int, *, liger: bool, masters: str, workload: Workload = REFERENCE) -> dict[str, Any]:
-    """{"steps": [a dict a step], ...}; see bench_step.py for the keys. masters: dtype of the trained weights."""
+def run(
+    model: Path,
+    steps: int,
+    note: Callable[[Mapping[str, Any]], None],
+    *,
+    liger: bool,
+    masters: str,
+    workload: Workload = REFERENCE,
+) -> None:
+    """`note` is given {"steps": [a dict a step], "steps_asked", ...} after every step; see bench_step.py for the keys.
+    masters: dtype of the trained weights."""
     for key, value in dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=29512).items():
         os.environ.setdefault(key, str(value))
     from datasets import Dataset
@@ -88,6 +98,7 @@ def run(model: Path, steps: int, *, liger: bool, masters: str, workload: Workloa
             row["phases"]["update"] = row["step_s"] - row["phases"]["gen"]
             row["train_peak_gib"] = train_peak_gib()
             print({"step": row["step_s"], **row["phases"]}, flush=True)
+            note({"steps": rows, "steps_asked": steps, "masters": masters, **about()})
 
     vocab = AutoConfig.from_pretrained(model).vocab_size
     texts = make_prompts(workload.prompts * steps, workload.prompt_tokens, vocab)
@@ -122,13 +133,15 @@ def run(model: Path, steps: int, *, liger: bool, masters: str, workload: Workloa
         reward_funcs=lambda completions, **_: [reward_of(text) for text in completions],
         callbacks=[StepTimer()],
     )
+
+    def about() -> dict[str, Any]:
+        """Of the trainer at work: TRL settles some of it late."""
+        return {
+            "engine": engine_info(trainer.vllm_generation.llm) if cuda else {"library": "transformers"},
+            "settings": {name: getattr(config, name) for name in SETTINGS},
+        }
+
     trainer.train()
-    return {
-        "steps": rows,
-        "engine": engine_info(trainer.vllm_generation.llm) if cuda else {"library": "transformers"},
-        "masters": masters,
-        "settings": {name: getattr(config, name) for name in SETTINGS},
-    }
 
 
 def engine_info(llm: Any) -> dict[str, Any]:

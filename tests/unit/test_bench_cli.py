@@ -185,7 +185,7 @@ def test_fragmentation_is_what_is_reserved_beyond_the_tensors(monkeypatch: pytes
 def test_each_verdict_decides_the_status(failing: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     row = {"shape": "tiny", "ranks": 1, "tensor_parallel": 1, "greedy_identical": True}
     row |= {"memory_steady": True, "fragmentation_steady": True} | ({failing: False} if failing else {})
-    monkeypatch.setattr(bench_sync, "run", lambda args, models: (row | {"cycles": args.cycles}, True))
+    monkeypatch.setattr(bench_sync, "run", lambda args, models, ending: row | {"cycles": args.cycles})
     out = tmp_path / "sync.json"
     assert bench_sync.main(["--smoke", "--cycles", "50", "--out", str(out)]) == (1 if failing else 0)
     [written] = json.loads(out.read_text())["rows"]

@@ -4,7 +4,6 @@ run on two CPU processes."""
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ from safetensors.torch import save_file
 import bench_layouts
 import layout_parity
 from bench_layouts import config_of, jobs, parse
-from children import run_child
 from cli import command
 from layout_names import ParallelLayout, defaults
 from layout_parity import LIMITS, Difference, Truth, compare, difference
@@ -149,23 +147,23 @@ def test_the_trainers_own_step_is_compared_and_one_wrong_gradient_seen(tmp_path)
 def result_of(step_s, update_s):
     step = {"step_s": step_s, "phases": {"gen": 1.0, "update": update_s, "sync": 0.1}, "train_peak_gib": 9.0}
     step |= {"rollout_peak_gib": 8.0, "mfu": 0.5, "gen_tail_s": 0.0, "gap_abs_mean": 0.0, "response_tokens_mean": 9.0}
-    return {"steps": [step] * 3, "planned": {"train": 9.5, "rollout": 8.5}, "process_s": 60.0}
+    return {"steps": [step] * 3, "planned": {"train": 9.5, "rollout": 8.5}, "start_s": 40.0, "process_s": 60.0}
 
 
 def test_rows_table_and_status(tmp_path, monkeypatch):
     compared = {"against": "float32", "loss_error": 1e-7, "norm_error": 2e-7, "gradient_error": 3e-7}
     compared |= {"tensor_error": 4e-7, "worst": [], "tensors": 3, "failures": []}
     answers = {
-        "models": {"process_s": 1.0},
-        "parity float32 dp1": {"loss": 1.0, "grad_norm": 2.0, "comparison": None, "process_s": 1.0},
-        "parity float32 dp2": {"loss": 1.0, "grad_norm": 2.0, "comparison": compared, "process_s": 1.0},
-        "parity bfloat16": {"error": "ended with status 1", "process_s": 1.0},
+        "models": {"start_s": 0.5, "process_s": 1.0},
+        "parity float32 dp1": {"loss": 1.0, "grad_norm": 2.0, "comparison": None, "start_s": 0.5, "process_s": 1.0},
+        "parity float32 dp2": {"loss": 1.0, "grad_norm": 2.0, "comparison": compared, "start_s": 0.5, "process_s": 1.0},
+        "parity bfloat16": {"error": "ended with status 1", "start_s": 0.5, "process_s": 1.0},
         "steps dp1": result_of(10.0, 4.0),
         "steps dp2 ": result_of(6.0, 2.2),
         "steps dp2-x2": result_of(11.0, 4.4),
     }
 
-    def measure(args, what, layout, models):
+    def measure(args, what, layout, models, ending):
         return next(answer for key, answer in answers.items() if f"{what} {layout.name} ".startswith(key))
 
     monkeypatch.setattr(bench_layouts, "measure", measure)
@@ -192,24 +190,6 @@ def test_a_layout_that_cannot_run_is_refused_before_anything_starts(tmp_path, ca
     words = ["--smoke", "--world", "3", "--steps", "--layouts", "dp3-tp2", "--out", str(tmp_path / "a.json")]
     assert command(bench_layouts.main, words) == 2
     assert "rollout.tensor_model_parallel_size=2" in capsys.readouterr().err
-
-
-def python(code, *arguments):
-    return [sys.executable, "-c", code, *map(str, arguments)]
-
-
-def test_a_child_reports_or_is_ended(tmp_path):
-    report = tmp_path / "new" / "report.json"
-    write = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"a\": 1}')"
-    done = run_child(python(write, report), report, 1, {})
-    assert done["a"] == 1 and 0 <= done["process_s"] < 60
-    assert run_child(python("raise SystemExit(3)"), report, 1, {})["error"] == "ended with status 3"
-    assert run_child(python("pass"), report, 1, {})["error"] == "ended with status 0"  # the former report is gone
-    start, mark = time.monotonic(), tmp_path / "mark"
-    wait = "import pathlib, signal, sys, time\ndef end(*_): pathlib.Path(sys.argv[1]).write_text('x'); sys.exit(0)\n"
-    wait += "signal.signal(signal.SIGTERM, end); time.sleep(60)"
-    assert run_child(python(wait, mark), report, 0.03, {})["error"] == "not done after 0.03 minutes"
-    assert mark.exists() and time.monotonic() - start < 30  # asked to end, as torchrun must be for its workers
 
 
 def test_ragged_answers_follow_the_seed(tmp_path):
