@@ -7,7 +7,8 @@
     finished                                                     (gone: it is not)
 
 A row's number is the steps done when it was written; validation has rows of its own under the number of its step,
-which are later than a checkpoint of that step that does not know of them.
+which are later than a checkpoint of that step that does not know of them. Rows that could not be written are in the
+checkpoint (report.py), and go_back writes those that the file lacks.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.checkpoint import CHECKPOINTS, FINISHED
+from fastgrpo.checkpoint import CHECKPOINTS, FINISHED, Start
 from fastgrpo.checkpoint.disk import PART, remove_tree, write_durably
 from fastgrpo.checkpoint.folders import aside_folder, point_again, set_aside
 from fastgrpo.checkpoint.model import ADAPTER, MODEL
@@ -28,7 +29,9 @@ from fastgrpo.checkpoint.runs import finished_steps
 
 log = logging.getLogger("fastgrpo")
 
+REPORT = "report"  # the name of the report's state in a checkpoint
 _NUMBERED = re.compile(r"step_(\d+)(\.jsonl)?")
+RowKey = tuple[int, bool]  # steps done, whether it is a validation's: no two rows have the same
 
 
 @dataclass(slots=True)
@@ -38,16 +41,27 @@ class History:
     curve: list[tuple[int, float]] = field(default_factory=list)  # step, mean reward
     scores: list[tuple[int, float, int]] = field(default_factory=list)  # step, held-out score, samples
     steps: int = 0
+    rows: set[RowKey] = field(default_factory=set)
     _latest: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> None:
         step = int(row["step"])
+        self.rows.add(_key(row))
         self.steps = max(self.steps, step)
         if row.get("reward/mean") is not None:
             self.curve.append((step, row["reward/mean"]))
         if row.get("val/reward") is not None:
             self.scores.append((step, row["val/reward"], int(row.get("val/scored") or 0)))
         self._latest |= {name: (step, value) for name, value in row.items() if value is not None}
+
+    def missing(self, after: int, step: int, validated_at: int) -> str:
+        """Which rows of the steps after `after` up to `step`, and of the last validation, are not there; "" if none."""
+        steps = [number for number in range(after + 1, step + 1) if (number, False) not in self.rows]
+        validation = (
+            validated_at >= 0 and (validated_at > after or after == 0) and (validated_at, True) not in self.rows
+        )
+        words = [f"step{'s' if len(steps) > 1 else ''} {_ranges(steps)}"] if steps else []
+        return " and ".join(words + ([f"the validation at step {validated_at}"] if validation else []))
 
     def knows(self, metric: str) -> bool:
         return metric in self._latest
@@ -57,10 +71,41 @@ class History:
         return value if at == step else None
 
 
-def go_back(folder: Path, step: int, *, validated: bool = True, best_mode: str = "max") -> History:
+def rows_after(start: Start) -> int:
+    """The step after which the rows of the run folder begin: one that goes on from another's checkpoint has none of the
+    steps before."""
+    return int(_report_of(start).get("rows_after", 0)) if start.goes_on else start.step
+
+
+def take_up(start: Start, *, best_mode: str) -> History:
+    """`go_back` to the checkpoint of `start`, with the rows that are in it. What is missing then is said."""
+    validated_at = int(_parts(start).get("trainer", {}).get("validated_at", -1))
+    rows = str(_report_of(start).get("rows", "")) if start.goes_on else ""
+    validated = validated_at == start.step
+    history = go_back(start.folder, start.step, validated=validated, best_mode=best_mode, kept_rows=rows)
+    if start.goes_on and (missing := history.missing(rows_after(start), start.step, validated_at)):
+        log.warning(
+            "%s has no row of %s: what somebody deleted, cut or moved away is not made anew; the run goes on after "
+            "step %d without it",
+            start.folder / "metrics.jsonl", missing, start.step,
+        )  # fmt: skip
+    return history
+
+
+def _parts(start: Start) -> dict[str, Any]:
+    return {} if start.manifest is None else start.manifest.parts
+
+
+def _report_of(start: Start) -> dict[str, Any]:
+    """`Report.state`; an older checkpoint has none."""
+    return _parts(start).get(REPORT, {})
+
+
+def go_back(folder: Path, step: int, *, validated: bool = True, best_mode: str = "max", kept_rows: str = "") -> History:
     """Set aside everything in the run folder that is later than `step` (`validated`: than its validation); the history
-    of what stays. Folders of checkpoints that were still being written are removed, and so is the word that the run has
-    finished: whoever looks for a run to go on with must find it again. Safe to be cut short and called again."""
+    of what stays. `kept_rows`: those that the checkpoint has because they could not be written; they are now. Folders
+    of checkpoints that were still being written are removed, and so is the word that the run has finished: whoever
+    looks for a run to go on with must find it again. Safe to be cut short and called again."""
     aside = aside_folder(folder)
     if finished_steps(folder) > step:
         set_aside([path for name in (MODEL, ADAPTER) if (path := folder / name).is_dir()], aside)
@@ -72,7 +117,7 @@ def go_back(folder: Path, step: int, *, validated: bool = True, best_mode: str =
         late = [path for path in sorted((folder / name).glob("step_*")) if (number(path) or 0) >= first]
         set_aside(late, aside / name)
     point_again(folder / CHECKPOINTS, best_mode)
-    return _cut_rows(folder / "metrics.jsonl", step, aside, validated=validated)
+    return _cut_rows(folder / "metrics.jsonl", step, aside, kept_rows.encode(), validated=validated)
 
 
 def number(path: Path) -> int | None:
@@ -80,9 +125,9 @@ def number(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _cut_rows(file: Path, step: int, aside: Path, *, validated: bool) -> History:
+def _cut_rows(file: Path, step: int, aside: Path, more: bytes, *, validated: bool) -> History:
     """The rows after `step`, and a line that was cut short by the end of the process, go into `aside`; so does, with a
-    warning, a line that is no row."""
+    warning, a line that is no row. Those of `more` that the file lacks are put in their places."""
     history = History()
     kept: list[bytes] = []
     late: list[bytes] = []
@@ -91,7 +136,7 @@ def _cut_rows(file: Path, step: int, aside: Path, *, validated: bool) -> History
         row = _row(line)
         if row is None and line.endswith(b"\n"):
             bad.append(number)
-        later = row is not None and row["step"] == step and not validated and "val/scored" in row
+        later = row is not None and not validated and _key(row) == (step, True)
         if row is None or row["step"] > step or later:
             late.append(line)
         else:
@@ -102,8 +147,27 @@ def _cut_rows(file: Path, step: int, aside: Path, *, validated: bool) -> History
     if late:
         aside.mkdir(exist_ok=True)
         (aside / file.name).write_bytes(b"".join(late))
+    lacked = [line for line in more.splitlines(keepends=True) if _key(json.loads(line)) not in history.rows]
+    if lacked:
+        history, kept = History(), sorted(kept + lacked, key=lambda line: _key(json.loads(line)))
+        for line in kept:
+            history.add(json.loads(line))
+        log.warning("%s: rows that could not be written before the checkpoint are written now: %d", file, len(lacked))
+    if late or lacked:
         write_durably(file, b"".join(kept).decode())
     return history
+
+
+def _key(row: Mapping[str, Any]) -> RowKey:
+    return int(row["step"]), "val/scored" in row
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 5] -> "1-3, 5"."""
+    there = set(numbers)
+    starts = [number for number in numbers if number - 1 not in there]
+    ends = [number for number in numbers if number + 1 not in there]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

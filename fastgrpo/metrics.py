@@ -87,34 +87,56 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
+_SYNC_BYTES = 1 << 20  # some hundred rows
+
+
 class JsonlFile:
     """metrics.jsonl: a row a step, at once. Non-finite numbers are written as null. Where the disk is full OSError is
-    raised, and what is not written yet, be it half a row, goes before the next row; half a row at the end goes."""
+    raised, and what is not written yet, be it half a row, goes before the next row; half a row at the end goes.
+
+        _rows   | 3 4 5 half of 6 | rest of 6, 7 |      since the last fsync that worked: a checkpoint takes them along
+                  0 ...  _written                       those up to here are in the file
+    """
 
     name = "metrics.jsonl"
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._waiting = b""
-        self._half = 0  # bytes of a row at the end of the file that is not whole yet
+        self._rows = b""
+        self._written = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._waiting += row_text({"step": step, **metrics}).encode()
+        self._rows += row_text({"step": step, **metrics}).encode()
         self.flush()
+        if len(self._rows) > _SYNC_BYTES:  # a run that saves nothing must not keep all its rows in memory
+            self.sync()
 
     def flush(self) -> None:
-        while self._waiting:
-            written = self._file.write(self._waiting)
-            row_end = self._waiting.rfind(b"\n", 0, written) + 1
-            self._half = written - row_end + (0 if row_end else self._half)
-            self._waiting = self._waiting[written:]
+        while self._written < len(self._rows):
+            self._written += self._file.write(self._rows[self._written :])
+
+    def sync(self) -> None:
+        """All rows, on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+        self._rows, self._written = b"", 0
+
+    def not_synced(self) -> str:
+        """Whole rows that may not be on the disk; what the file has of them, a crash of the machine may lose."""
+        return self._rows.decode()
 
     def reopen(self) -> None:
-        """At the same path, where another file may be now."""
+        """At the same path, where another file may be now: what the old one has of a row is of no use there."""
         file = self._path.open("ab", buffering=0)
         self._file.close()
         self._file = file
+        self._rows, self._written = self._rows[self._written - self._half :], 0
+
+    @property
+    def _half(self) -> int:
+        """Bytes of a row at the end of the file that is not whole yet."""
+        return self._written - (self._rows.rfind(b"\n", 0, self._written) + 1)
 
     def close(self) -> None:
         try:

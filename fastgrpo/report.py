@@ -14,7 +14,11 @@
         aside-<time>/          what lay after the checkpoint that a run was resumed from
 
 A resumed run goes on in these files: rows and answers after the checkpoint's step are set aside first, so that no step
-is there twice. Only rank 0 writes; on the other ranks every method returns at once.
+is there twice, and rows that the checkpoint has because they could not be written before it are written:
+
+    rows since the last fsync that worked  --state()-->  checkpoint.json  --take_up-->  metrics.jsonl
+
+Only rank 0 writes; on the other ranks every method returns at once.
 """
 
 from __future__ import annotations
@@ -31,11 +35,11 @@ import yaml
 from tqdm import tqdm
 
 from fastgrpo.checkpoint import FINISHED, Start
-from fastgrpo.checkpoint.disk import sync_file, write_durably
+from fastgrpo.checkpoint.disk import sync_file, sync_folder, write_durably
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.errors import ConfigError, RunError
 from fastgrpo.evaluate import Validation
-from fastgrpo.history import History, go_back
+from fastgrpo.history import History, rows_after, take_up
 from fastgrpo.mesh import Mesh
 from fastgrpo.metrics import JsonlFile, Logger, TensorBoard, WandB, plot_rewards, row_text
 from fastgrpo.records import StepRecord
@@ -56,6 +60,8 @@ class Report:
         self._total_steps = total_steps
         self._begun = time.monotonic()
         self._history = History()
+        self.failed_saves = 0  # so far: in the rows of the steps to come, a run that cannot save must not look healthy
+        self._rows_after = rows_after(start)
         self._unflushed: list[Path] = []
         self._loggers: list[Logger] = []
         self._files = RunFiles(self.folder)
@@ -73,8 +79,7 @@ class Report:
     def _open(self, start: Start, provenance: Mapping[str, Any]) -> None:
         trainer, metrics = self._config.trainer, self.folder / "metrics.jsonl"
         if start.checkpoint is not None:
-            best_mode = str(trainer.best_mode)
-            self._history = go_back(self.folder, start.step, validated=_validated(start), best_mode=best_mode)
+            self._history = take_up(start, best_mode=str(trainer.best_mode))
         self._write_config()
         write_durably(self.folder / "engine.json", json.dumps(provenance["engine"], indent=1) + "\n")
         starts = self.folder / "starts.jsonl"
@@ -107,7 +112,8 @@ class Report:
         self._files.attempt("the run folder", lambda: self._look_for_the_folder(record.step))
         self._files.write_rows("rollouts", file, rollouts)
         self._unflushed.append(file)
-        self._log(record.step, record.metrics)
+        lost = {"checkpoint/failed": float(self.failed_saves)} if self.failed_saves else {}
+        self._log(record.step, {**record.metrics, **lost})
         self._bar.update(1)
         self.say(step_line(record, self._total_steps))
         every = self._config.trainer.show_group_freq
@@ -126,11 +132,6 @@ class Report:
             for name, metrics in result.sets.items():
                 self.say(f"  {name}: {in_words(metrics)}")
 
-    def lost_checkpoints(self, step: int, count: int) -> None:
-        """Saves that have failed so far, as a metric: a run that cannot save must not look healthy."""
-        if self._on:
-            self._log(step, {"checkpoint/failed": float(count)})
-
     def value_at(self, step: int, metric: str | None) -> float | None:
         """A metric of this step, if it was measured there; that a metric has never been measured is said. None on the
         ranks that do not write."""
@@ -139,12 +140,21 @@ class Report:
         return self._history.value_at(step, metric)
 
     def flush(self) -> None:
-        """Everything so far onto the disk: a checkpoint must not be newer than the rows before it."""
-        if self._on:
-            for path in (self.folder / "metrics.jsonl", *self._unflushed):
-                if path.is_file():
-                    self._files.attempt("fsync", partial(sync_file, path))
-            self._unflushed.clear()
+        """Everything so far onto the disk: a checkpoint must not be newer than the rows before it. Rows for which that
+        fails are in `state`, which is asked for after it."""
+        if not self._on:
+            return
+        self._files.attempt(self._rows.name, self._rows.sync)
+        for path in (path for path in self._unflushed if path.is_file()):
+            self._files.attempt("fsync", partial(sync_file, path))
+        for folder in {self.folder, *(path.parent for path in self._unflushed)}:
+            if folder.is_dir():
+                self._files.attempt("fsync", partial(sync_folder, folder))
+        self._unflushed.clear()
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint (history.py): the rows that may not be on the disk, and after which step the first is."""
+        return {"rows": self._rows.not_synced() if self._on else "", "rows_after": self._rows_after}
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._files.failures:
@@ -194,12 +204,6 @@ class Report:
             return f"{self._history.steps} steps {seconds}"
         (_, before, _), (_, after, samples) = scores[0], scores[-1]
         return f"validation before {before:.2f} after {after:.2f} (n={samples}) {seconds}"
-
-
-def _validated(start: Start) -> bool:
-    """Whether the checkpoint was saved after the validation of its step."""
-    parts = {} if start.manifest is None else start.manifest.parts
-    return parts.get("trainer", {}).get("validated_at") == start.step
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:

@@ -12,15 +12,15 @@ import logging
 import os
 from dataclasses import asdict
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore, same_rewards
+from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore, same_rewards, way_on
 from fastgrpo.checkpoint.places import find_places
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.errors import RunError
 from fastgrpo.final_save import check_room
-from fastgrpo.history import go_back
+from fastgrpo.history import REPORT, go_back
 from fastgrpo.provenance import describe_start
 from fastgrpo.report import Report
 from fastgrpo.stages import Stages
@@ -70,7 +70,6 @@ class Session:
         # What this folder holds: a run that begins at another's checkpoint saves its own; step 0 is not worth it.
         self._saved_at = start.step if start.goes_on or run.config.trainer.val_only else 0
         self._resumed_from = start.checkpoint if start.goes_on else None
-        self._failures_said = 0
         root = self.report.folder / CHECKPOINTS
         trainer, done = run.config.trainer, self._saved_at
         self._saver = Saver(
@@ -88,10 +87,10 @@ class Session:
         """After every `save_freq` steps, and after the last, so that a longer run can go on from there."""
         run, every = self._run, self._run.config.trainer.save_freq
         self.note()
-        self._say_failures()
         last = every > 0 and run.steps_done == run.stages.total_steps
         if run.steps_done != self._saved_at and (last or due(run.steps_done, every)):
             self._save()
+        self.report.failed_saves = self._saver.failures
 
     def note_validation(self) -> None:
         """After a validation. Of the checkpoint that the run goes on from, when it was saved before: it may be the best
@@ -104,32 +103,30 @@ class Session:
         try:
             self.report.flush()
             metric = self.report.value_at(run.steps_done, trainer.best_metric)
-            amend(checkpoint, metric, self._noted[0], best_mode=best_mode)
+            amend(checkpoint, metric, self._parts(), best_mode=best_mode)
         except (OSError, ValueError) as error:
             log.error("%s does not get the metrics of its validation: %s", checkpoint, error)
 
     def _save(self, *, wait: bool = False) -> None:
         run, s, step = self._run, self._run.stages, self._run.steps_done
-        manifest = Manifest(
-            step=step,
-            total_steps=s.total_steps,
-            world=s.mesh.world,
-            config=to_document(run.config),
-            identity=asdict(s.identity),
-            parts=self._noted[0],
-            metric=self.report.value_at(step, run.config.trainer.best_metric),
-            files={},
-        )
         with run.watchdog.stage("save"):
             self.report.flush()
+            manifest = Manifest(
+                step=step,
+                total_steps=s.total_steps,
+                world=s.mesh.world,
+                config=to_document(run.config),
+                identity=asdict(s.identity),
+                parts=self._parts(),
+                metric=self.report.value_at(step, run.config.trainer.best_metric),
+                files={},
+            )
             s.actor.settle()
             self._saver.save(manifest, self._noted[1], wait=wait)
         self._saved_at = step
 
-    def _say_failures(self) -> None:
-        if self._saver.failures != self._failures_said:
-            self._failures_said = self._saver.failures
-            self.report.lost_checkpoints(self._run.steps_done, self._failures_said)
+    def _parts(self) -> dict[str, Any]:
+        return self._noted[0] | {REPORT: self.report.state()}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -156,9 +153,10 @@ class Session:
 
     def _kept(self) -> str:
         """Where the run stands when its last step is lost; what rank 0 says, whoever speaks. A collective."""
-        last = self._run.stages.mesh.broadcast(self._saver.complete)
+        way = way_on(self.report.folder, self._run.config.trainer)
+        last, way = self._run.stages.mesh.broadcast((self._saver.complete, way))
         if last:
-            return f"step_{last:06d}, from which trainer.resume=auto goes on when there is room: {self.report.folder}"
+            return f"step_{last:06d}, from which {way} goes on when there is room: {self.report.folder}"
         return f"the start, where trainer.resume=auto begins anew: {self.report.folder}"
 
     def _lost(self) -> bool:
@@ -169,7 +167,6 @@ class Session:
         return mesh.broadcast(self._saver.complete != self._run.steps_done)
 
     def _close(self, *, finished: bool, written: bool = True) -> None:
-        self._say_failures()
         self.report.close(finished=finished)
         if self._lock is not None and written:  # the process may live on, in a notebook, and start the run again
             self._lock.release()
@@ -190,12 +187,12 @@ class Session:
 
     def _say_what_is_saved(self, stop: Stopped) -> None:
         step, last, failures = self._run.steps_done, self._saver.complete, self._saver.failures
+        way = way_on(self.report.folder, self._run.config.trainer)
         if stop.exit_code == NOT_SAVED:
             kept = f"the last complete checkpoint is step_{last:06d}" if last else "there is no complete checkpoint"
-            then = f"goes on from {'there' if last else 'the start'}"
+            then = f"{way} goes on from there" if last else "trainer.resume=auto goes on from the start"
             log.error(
-                "stopped by %s after step %d, which could NOT BE SAVED (the reason is above); %s, trainer.resume=auto "
-                "%s: %s",
+                "stopped by %s after step %d, which could NOT BE SAVED (the reason is above); %s, %s: %s",
                 stop, step, kept, then, self.report.folder,
             )  # fmt: skip
         elif self._run.config.trainer.val_only:
@@ -208,8 +205,7 @@ class Session:
         else:
             failed = f", but {failures} save(s) FAILED" if failures else ""
             self.report.say(
-                f"stopped by {stop} after step {step}{failed}; trainer.resume=auto goes on from here: "
-                f"{self.report.folder}"
+                f"stopped by {stop} after step {step}{failed}; {way} goes on from here: {self.report.folder}"
             )
 
 

@@ -7,6 +7,7 @@
     saver.py      saving while training goes on                 model.py         the Hugging Face folder
     resume.py     which run to continue, and from where         identity.py      fingerprints of what it is made of
     restore.py    a checkpoint back into the run            amend.py         a metric measured after the save
+    others.py     what lies beside the run gone on with
     runs.py       run folders: names, newest, locks         compare.py       why a checkpoint cannot be continued
 
 A part of the run that has state besides masters and optimizer is `Stateful`, and the trainer names it in `stateful`.
@@ -17,6 +18,7 @@ from fastgrpo.checkpoint.compare import same_rewards
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
 from fastgrpo.checkpoint.model import save_model, save_trained, trained_bytes
+from fastgrpo.checkpoint.others import way_on
 from fastgrpo.checkpoint.restore import Stateful, restore
 from fastgrpo.checkpoint.resume import Start, check_resume, find_start
 from fastgrpo.checkpoint.runs import CHECKPOINTS, FINISHED
@@ -39,4 +41,5 @@ __all__ = [
     "save_model",
     "save_trained",
     "trained_bytes",
+    "way_on",
 ]

@@ -32,6 +32,7 @@ from fastgrpo.checkpoint.compare import doubts, made_by, objections
 from fastgrpo.checkpoint.disk import PART
 from fastgrpo.checkpoint.folders import MANIFEST, Found, Manifest, find_checkpoints, read_manifest, step_of
 from fastgrpo.checkpoint.identity import Identity
+from fastgrpo.checkpoint.others import left_lying
 from fastgrpo.checkpoint.runs import CHECKPOINTS, finished_steps, is_held, new_folder, parts_of, runs_of, take
 from fastgrpo.config import RunConfig, TrainerConfig
 from fastgrpo.errors import ConfigError
@@ -164,11 +165,11 @@ def _choose(asked: _Asked) -> _Choice:
 
 def _newest(asked: _Asked) -> _Choice:
     trainer, said, beside = asked.config.trainer, [], False
-    for folder in runs_of(Path(trainer.run_dir), trainer.experiment_name):
+    runs = runs_of(Path(trainer.run_dir), trainer.experiment_name)
+    for number, folder in enumerate(runs, start=1):
         if asked.finished(folder):
             hint = f": trainer.resume={folder} validates its last checkpoint" if trainer.val_only else ""
-            said.append(f"{folder} is finished{hint}")
-            break
+            return _Choice((*said, f"{folder} is finished{hint}", *_older(asked, runs[number:])))
         if asked.held(folder):
             said.append(f"{folder} is being written by another process")
             beside = True
@@ -181,11 +182,17 @@ def _newest(asked: _Asked) -> _Choice:
         path, manifest = found.complete[0]
         reasons = asked.objections(manifest)
         if not reasons:
-            return _Choice(tuple(said), folder, path, manifest)
+            return _Choice((*said, *_older(asked, runs[number:])), folder, path, manifest)
         if not beside:
             raise _refusal(path, reasons, trainer)
         said.append("\n".join([f"not resumed from {path}:", *reasons]))
     return _Choice(tuple(said))
+
+
+def _older(asked: _Asked, runs: Sequence[Path]) -> tuple[str, ...]:
+    if asked.config.trainer.val_only:  # it takes nobody's place
+        return ()
+    return left_lying(runs, lambda manifest: not asked.objections(manifest))
 
 
 def _by_path(asked: _Asked, path: Path) -> _Choice:

@@ -162,7 +162,16 @@ def full_disk_for_the_rows_of_step_2() -> None:
     from fastgrpo.metrics import JsonlFile
 
     _before(run_files, "write_rows", _full_disk_at(2, 2))
-    _before(JsonlFile, "flush", _full_disk_at(2, 2))
+    _before(JsonlFile, "flush", _full_disk_at(3, 3))  # the save of step 1 flushes as well
+
+
+def full_disk_for_rows_from_step_3_and_killed_in_step_8() -> None:
+    """For metrics.jsonl alone."""
+    from fastgrpo import trainer
+    from fastgrpo.metrics import JsonlFile
+
+    _before(JsonlFile, "flush", _full_disk_at(4, 99))  # after steps 1 and 2 and the save of 2
+    _before(trainer, "draw_own", _die_at(8))
 
 
 def move_the_run_folder_in_step_3() -> None:
@@ -215,6 +224,26 @@ def no_room_for_the_model() -> None:
     from fastgrpo import final_save
 
     final_save.free_bytes = lambda folder: 100_000
+
+
+def wait_after_step_4_and_be_stopped() -> None:
+    """Until there is a file `go` beside the run folder."""
+    import time
+
+    from fastgrpo.report import Report
+
+    original, calls = Report.step, 0
+
+    def step(self: Any, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        original(self, *args)
+        while calls == 4 and not (self.folder.parent / "go").exists():
+            time.sleep(0.05)
+        if calls == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    Report.step = step
 
 
 def stop_before_step_1() -> None:

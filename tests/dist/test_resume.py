@@ -224,9 +224,74 @@ def test_a_rank_that_cannot_write_loses_that_save_alone(runs: SmallRuns, tiny_mo
     [line] = [line for line in run.output().splitlines() if line.startswith("CHECKPOINT NOT SAVED (step_000002): ")]
     assert "OSError: rank 1: OSError: [Errno 28] No space left" in line
     assert line.endswith(". The newest complete one is step_000001.")
-    assert [row["checkpoint/failed"] for row in rows(folder) if "checkpoint/failed" in row] == [1]
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+    failed = [row.get("checkpoint/failed") for row in rows(folder)]
+    assert failed in ([None, None, 1, 1], [None, None, None, 1])  # heard of in step 3 or before it
     found = find_checkpoints(folder / "checkpoints")
     assert [manifest.step for _, manifest in found.complete] == [4, 3, 1] and found.passed_over == []
+
+
+TEN = {"trainer__max_steps": 10, "trainer__save_freq": 2, "trainer__async_save": False}
+
+
+@pytest.fixture(scope="module")
+def ten_steps(runs: SmallRuns, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ten")
+    runs.start(1, document(folder, tiny_model, **TEN)).finish()
+    return only_run(folder)
+
+
+def test_rows_that_waited_for_room_are_in_the_checkpoints(
+    runs: SmallRuns, ten_steps: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """metrics.jsonl alone cannot be written from step 3 on; killed in step 8."""
+    configured = document(tmp_path, tiny_model, **TEN, trainer__logger=["console"])
+    killed = runs.start(1, configured, faults="full_disk_for_rows_from_step_3_and_killed_in_step_8")
+    assert killed.wait() == [-signal.SIGKILL]
+    run = only_run(tmp_path)
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    resumed = runs.start(1, configured)
+    resumed.finish()
+    said = resumed.output()
+    assert "after step 6 of 10" in said and "has no row of" not in said
+    assert f"{run}/metrics.jsonl: rows that could not be written before the checkpoint are written now: 4" in said
+    read = rows(run)
+    counted = [row.pop("files/failed_writes", None) for row in read]
+    assert read == rows(ten_steps) and [row["step"] for row in read] == list(range(1, 11))
+    assert counted == [None, None, None, 1, 3, 4, *[None] * 4]  # the save of step 4 tried as well
+    assert answers_of_training(run) == answers_of_training(ten_steps)
+
+
+@pytest.mark.parametrize(
+    ("damage", "missing", "left"),
+    [
+        (lambda rows: rows[:5] + [rows[5][:-200]], "step 6", [1, 2, 3, 4, 5, 7, 8, 9, 10]),
+        (lambda rows: [rows[0], *rows[3:]], "steps 2-3", [1, 4, 5, 6, 7, 8, 9, 10]),
+        (None, "steps 1-6", [7, 8, 9, 10]),
+    ],
+)
+def test_rows_that_somebody_took_are_named(
+    damage: Callable[[list[bytes]], list[bytes]] | None,
+    missing: str,
+    left: list[int],
+    runs: SmallRuns,
+    ten_steps: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ten_steps.name
+    shutil.copytree(ten_steps, folder)
+    file, again = folder / "metrics.jsonl", str(folder / "checkpoints" / "step_000006")
+    if damage is None:
+        file.unlink()
+    else:
+        file.write_bytes(b"".join(damage(file.read_bytes().splitlines(keepends=True))))
+    resumed = runs.start(1, document(tmp_path, tiny_model, **TEN, trainer__resume=again))
+    resumed.finish()
+    [line] = [line for line in resumed.output().splitlines() if "has no row of" in line]
+    assert f"{file} has no row of {missing}: " in line and line.endswith("goes on after step 6 without it")
+    assert rows(folder) == [row for row in rows(ten_steps) if row["step"] in left]
+    assert [row["step"] for row in rows(folder)] == left
 
 
 def test_ctrl_c_twice_ends_at_once(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
@@ -309,6 +374,11 @@ def test_a_copied_checkpoint_is_gone_on_with_in_a_new_folder(
     configured = document(tmp_path / "runs", tiny_model, trainer__resume=str(copied), **VALIDATED)
     runs.start(2, configured).finish()
     folder = only_run(tmp_path / "runs")
+    assert rows(folder) == [row for row in rows(unbroken[0]) if row["step"] > 2]
+    (folder / "finished").unlink()
+    again = runs.start(2, document(tmp_path / "runs", tiny_model, trainer__logger=["console"], **VALIDATED))
+    again.finish()
+    assert "after step 4 of 4" in again.output() and "has no row of" not in again.output()  # it never had those of 1 and 2
     assert rows(folder) == [row for row in rows(unbroken[0]) if row["step"] > 2]
     assert [manifest.step for _, manifest in find_checkpoints(folder / "checkpoints").complete] == [4, 3, 2]
     actual, expected = (masters(run / "checkpoints" / "step_000004") for run in (folder, unbroken[0]))

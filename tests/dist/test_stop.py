@@ -103,6 +103,26 @@ def test_stopped_while_the_disk_is_full(
     assert [name for name in checkpoints(folder) if name.startswith("step")] == kept
 
 
+def test_the_same_command_twice_each_stopped(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    """The second start has the newer name and is stopped first: what each says is what happens."""
+    configured = document(tmp_path, tiny_model, trainer__logger=["console"], trainer__max_steps=8)
+    first = runs.start(1, configured, faults="wait_after_step_4_and_be_stopped")
+    while not list(tmp_path.glob("*/checkpoints/step_000003")):
+        time.sleep(0.05)
+    second = runs.start(1, configured, faults="stop_after_each_step")
+    assert second.wait() == [SAVED], second.output()
+    (tmp_path / "go").touch()
+    assert first.wait() == [SAVED], first.output()
+    old, new = sorted(path for path in tmp_path.iterdir() if path.is_dir())
+    assert f"after step 1; trainer.resume=auto goes on from here: {new}" in second.output()
+    by_path = f"trainer.resume={old} (auto would come upon the newer {new}) goes on from here: {old}"
+    assert f"stopped by SIGUSR1 after step 4; {by_path}" in first.output()
+    third = runs.start(1, configured, faults="stop_before_step_1")
+    third.wait()
+    assert f"because it is older: {old} after step 4 (trainer.resume={old})" in third.output()
+    assert f"resuming {new} after step 1 of 8" in third.output()
+
+
 def test_stopped_before_there_is_anything_to_save(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
     run = runs.start(1, document(tmp_path, tiny_model, trainer__logger=["console"]), faults="stop_before_step_1")
     assert run.wait() == [SAVED]
@@ -143,6 +163,7 @@ def test_a_run_folder_that_moves_is_noticed(runs: SmallRuns, tiny_model: Path, t
     assert checkpoints(folder) == ["latest", "step_000003", "step_000004"]
     again = runs.start(1, document(tmp_path / "runs", tiny_model, trainer__logger=["console"]))
     again.finish()
+    assert f"{folder}/metrics.jsonl has no row of steps 1-2: what somebody deleted, cut or moved away" in again.output()
     assert "after step 4 of 4" in again.output() and (folder / "finished").read_text() == "4\n"
 
 

@@ -202,6 +202,24 @@ def test_the_way_back_keeps_what_is_later_aside(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("aside-*"))) == 1
 
 
+def test_rows_of_the_checkpoint_go_where_the_file_lacks_them(tmp_path: Path) -> None:
+    """One of them was written meanwhile, one is half there, and what is later than the checkpoint goes aside."""
+    row = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(8)]
+    validation = '{"step": 4, "val/reward": 0.25, "val/scored": 4.0}\n'
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(row[1] + row[3] + row[7] + row[5][:9])
+    for _ in range(2):  # the second finds all there
+        history = go_back(tmp_path, 5, kept_rows=row[2] + row[3] + row[4] + validation + row[5])
+        assert file.read_text() == "".join([*row[1:5], validation, row[5]])
+        assert history.curve == [(step, 0.5) for step in range(1, 6)] and history.scores == [(4, 0.25, 4)]
+        assert history.missing(0, 5, 4) == ""
+    [aside] = tmp_path.glob("aside-*")
+    assert (aside / "metrics.jsonl").read_text() == row[7] + row[5][:9]
+    assert history.missing(0, 9, 8) == "steps 6-9 and the validation at step 8"
+    assert history.missing(3, 6, 2) == "step 6" and history.missing(0, 5, 0) == "the validation at step 0"
+    assert go_back(tmp_path, 5).missing(5, 5, 5) == ""  # a run that began there, with another's validation
+
+
 def test_a_line_that_is_no_row_is_set_aside_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = [b'{"step": 1, "reward/mean": 0.5}\n', b'{"step": 2, "val/reward": 0.25, "actor/grad_norm": null}\n']
     bad = [b"\xff\n", b"17\n", b'{"step": "1"}\n', b'{"step": 1, "reward/mean": "x"}\n', b"\n"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from fastgrpo.checkpoint import Identity, Start, check_resume, find_start, resume
+from fastgrpo.checkpoint import Identity, Start, check_resume, find_start, resume, way_on
 from fastgrpo.checkpoint.folders import Manifest, best_of, commit, find_checkpoints
 from fastgrpo.checkpoint.runs import take
 from fastgrpo.config import (
@@ -92,6 +92,55 @@ def test_a_stopped_run_is_found_behind_one_that_is_live(tmp_path: Path) -> None:
     other.folder.rmdir()
     with pytest.raises(ConfigError, match=r"actor\.optim\.lr was 1e-06 and is 1\.0"):
         start(configured(tmp_path, lr=1.0))
+
+
+def test_unfinished_runs_that_auto_leaves_lying_are_named(tmp_path: Path) -> None:
+    """Not those that are finished, have nothing to go on from, or would be refused."""
+    names = [f"e-202611{day}-101500" for day in range(20, 30)]
+    lying, other, _, live = (tmp_path / name for name in names[:4])
+    run_folder(tmp_path, names[0], 4, 7)
+    run_folder(tmp_path, names[1], 9, by=configured(tmp_path, lr=1.0))
+    run_folder(tmp_path, names[2], STEPS, finished=STEPS)
+    run_folder(tmp_path, names[3], 20)
+    run_folder(tmp_path, names[4])
+    taken = run_folder(tmp_path, NEW, 1)
+    with FileLock(live / ".lock"):
+        found = start(configured(tmp_path))
+    named = f"unfinished as well, and passed over because it is older: {lying} after step 7 (trainer.resume={lying})"
+    assert (found.folder, found.step) == (taken, 1) and found.said[:-1] == (named,)
+    assert start(configured(tmp_path, resume=str(lying))).step == 7  # what is named works
+    with pytest.raises(ConfigError):
+        start(configured(tmp_path, resume=str(other)))
+    (taken / "finished").write_text(f"{STEPS}\n")
+    shutil.rmtree(live)
+    anew = start(configured(tmp_path))
+    assert anew.checkpoint is None and anew.said[:2] == (f"{taken} is finished", named)
+    for name in names[6:]:
+        run_folder(tmp_path, name, 3)
+    assert start(configured(tmp_path)).said[-2].count("after step 3 ") == 3  # the newest
+    assert "unfinished as well" not in "".join(start(configured(tmp_path, val_only=True)).said)
+
+
+def test_the_way_on_is_what_auto_does(tmp_path: Path) -> None:
+    trainer = configured(tmp_path).trainer
+    old, new = run_folder(tmp_path, OLD, 7), run_folder(tmp_path, NEW)
+    assert (
+        way_on(old, trainer) == way_on(old / ".." / OLD, trainer) == "trainer.resume=auto"
+    )  # nothing in the newer one
+    checkpoint(new / "checkpoints", 1, configured(tmp_path))
+    assert way_on(old, trainer) == f"trainer.resume={old} (auto would come upon the newer {new})"
+    assert way_on(new, trainer) == "trainer.resume=auto" and start(configured(tmp_path)).folder == new
+    shutil.rmtree(new / "checkpoints")
+    with FileLock(new / ".lock"):  # it will have one
+        assert way_on(old, trainer).endswith(f"(auto would come upon the newer {new})")
+    assert way_on(old, trainer) == "trainer.resume=auto"
+    (new / "finished").write_text("3\n")
+    assert way_on(old, trainer).endswith(f"(auto would come upon the newer {new})")
+    (tmp_path / "elsewhere").mkdir()
+    away = run_folder(tmp_path / "elsewhere", OLD, 7)
+    new.rename(tmp_path / "n")
+    old.rename(tmp_path / "o")
+    assert way_on(away, trainer) == f"trainer.resume={away} (auto looks in {tmp_path})"
 
 
 @pytest.mark.parametrize(("finished", "expected"), [(STEPS, None), (STEPS - 10, NEW)])

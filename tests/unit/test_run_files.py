@@ -57,6 +57,34 @@ def test_a_file_that_ends_without_room_ends_with_a_whole_row(tmp_path: Path) -> 
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "reward/mean": 0.5}\n'
 
 
+def test_what_may_not_be_on_the_disk_is_kept_in_whole_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(5)]
+    rows = JsonlFile(tmp_path / "metrics.jsonl")
+    rows.log(0, {"reward/mean": 0.5})
+    rows.sync()
+    assert rows.not_synced() == ""
+    rows.log(1, {"reward/mean": 0.5})
+    assert rows.not_synced() == texts[1]  # in the file, on the disk or not
+    with monkeypatch.context() as broken:
+        broken.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError):
+            rows.sync()
+    with room_for(len(texts[0]) * 2 + 7):
+        for step in (2, 3):
+            with pytest.raises(OSError):
+                rows.log(step, {"reward/mean": 0.5})
+        with pytest.raises(OSError):
+            rows.sync()
+    assert (tmp_path / "metrics.jsonl").read_text() == texts[0] + texts[1] + texts[2][:7]
+    assert rows.not_synced() == "".join(texts[1:4])
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere")
+    rows.reopen()  # half a row in the file that went is no part of the new one
+    rows.log(4, {"reward/mean": 0.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == rows.not_synced() == "".join(texts[2:])
+    rows.sync()
+    assert rows.not_synced() == ""
+
+
 def test_a_status_that_finds_no_room_is_none(tmp_path: Path) -> None:
     file = tmp_path / "status"
     with room_for(0):
