@@ -14,6 +14,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from fastgrpo import console
 from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore, same_rewards, way_on
 from fastgrpo.checkpoint.places import find_places
 from fastgrpo.checkpoint.random_state import random_state
@@ -23,8 +24,9 @@ from fastgrpo.final_save import check_room
 from fastgrpo.history import REPORT, go_back
 from fastgrpo.provenance import describe_start
 from fastgrpo.report import Report
+from fastgrpo.reward import RewardMistake
 from fastgrpo.stages import Stages
-from fastgrpo.stopping import NOT_SAVED, Stopped, Stopper
+from fastgrpo.stopping import NOT_SAVED, Mistaken, Stopped, Stopper
 from fastgrpo.torchrun import leave_status
 from fastgrpo.watchdog import Watchdog
 
@@ -174,7 +176,9 @@ class Session:
     def _stop(self, stop: Stopped) -> None:
         """Raises RunError when a rank is missing: a save would wait for it for ever."""
         run, mesh, saver = self._run, self._run.stages.mesh, self._saver
-        run.stopper.await_everybody(f"stopped by {stop}, and nothing was saved")
+        if isinstance(stop, Mistaken) and mesh.is_main:
+            console.complain(stop)
+        run.stopper.await_everybody(f"stopped by {stop.by}, and nothing was saved")
         saver.wait()
         if mesh.broadcast(saver.complete != run.steps_done):  # also where it failed before: there may be room again
             self._save(wait=True)
@@ -193,20 +197,31 @@ class Session:
             then = f"{way} goes on from there" if last else "trainer.resume=auto goes on from the start"
             log.error(
                 "stopped by %s after step %d, which could NOT BE SAVED (the reason is above); %s, %s: %s",
-                stop, step, kept, then, self.report.folder,
+                stop.by, step, kept, then, self.report.folder,
             )  # fmt: skip
         elif self._run.config.trainer.val_only:
-            self.report.say(f"stopped by {stop} before the validation was complete: {self.report.folder}")
+            self.report.say(f"stopped by {stop.by} before the validation was complete: {self.report.folder}")
         elif step == 0:
             self.report.say(
-                f"stopped by {stop} before a step was complete: there was nothing to save, and the same command begins "
-                f"anew: {self.report.folder}"
+                f"stopped by {stop.by} before a step was complete: there was nothing to save, and the same command "
+                f"begins anew: {self.report.folder}"
             )
         else:
             failed = f", but {failures} save(s) FAILED" if failures else ""
             self.report.say(
-                f"stopped by {stop} after step {step}{failed}; {way} goes on from here: {self.report.folder}"
+                f"stopped by {stop.by} after step {step}{failed}; {way} goes on from here{self._allowance(stop)}: "
+                f"{self.report.folder}"
             )
+
+    def _allowance(self, stop: Stopped) -> str:
+        """What else a resume needs when the file of the reward that made the mistake has been corrected."""
+        if not isinstance(stop, Mistaken) or not isinstance(stop.mistake, RewardMistake):
+            return ""
+        label = stop.mistake.label
+        function = self._run.config.reward.functions.get(label)
+        if function is None or function.path is None:
+            return ""
+        return f", with the reward corrected and trainer.resume_allow=[reward.functions.{label}.path]"
 
 
 def due(step: int, every: int) -> bool:

@@ -24,13 +24,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from fastgrpo.errors import RunError
+from fastgrpo.errors import RunError, UserError
 from fastgrpo.mesh import Mesh, Store, open_store
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAVED = 75  # exit status after SIGTERM or SIGUSR1 (EX_TEMPFAIL: try again later)
 NOT_SAVED = 74  # after any of them, when the save failed (EX_IOERR)
 INTERRUPTED = 130  # after Ctrl-C
+MISTAKEN = 2  # after a mistake of the user that showed in the middle of a run
 AGAIN = (signal.SIGINT, signal.SIGTERM)  # what a second Ctrl-C arrives as
 ONE_PRESS_S = 0.5  # two SIGINTs within it are one Ctrl-C: torchrun passes its own on within milliseconds
 GO_ON = "-"
@@ -43,6 +44,23 @@ class Stopped(Exception):
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
+
+    @property
+    def by(self) -> str:
+        """What stopped the run, in a few words."""
+        return str(self)
+
+
+class Mistaken(Stopped, UserError):
+    """A mistake of the user that one rank or several met, and all heard of, before they changed any weight."""
+
+    def __init__(self, mistake: UserError) -> None:
+        super().__init__(str(mistake), MISTAKEN)
+        self.mistake = mistake
+
+    @property
+    def by(self) -> str:
+        return "the mistake above"
 
 
 class Stopper:

@@ -32,13 +32,13 @@ from fastgrpo.reward import (
     score_file,
     tags,
 )
-from fastgrpo.reward.function import LocalReward, RewardFunction, Setting
+from fastgrpo.reward.function import LocalReward, RewardFunction, RewardMistake, Setting
 from fastgrpo.reward.rewards import Rewards
 
 if TYPE_CHECKING:  # a worker starts faster without the schema
     from fastgrpo.config import RewardConfig, RewardFunctionConfig
 
-__all__ = ["KINDS", "RewardFunction", "Rewards", "build_rewards"]
+__all__ = ["KINDS", "RewardFunction", "RewardMistake", "Rewards", "build_rewards"]
 
 KINDS: dict[str, Callable[[str, RewardFunctionConfig, Setting], RewardFunction | LocalReward]] = {
     "gsm8k": gsm8k.build,

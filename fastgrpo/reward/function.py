@@ -21,6 +21,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest
 
 if TYPE_CHECKING:
@@ -80,6 +81,17 @@ class LocalReward(Protocol):
         ...
 
 
+class RewardMistake(UserError):
+    """What only a mistake in the function `label` can be. Travels between ranks."""
+
+    def __init__(self, text: str, label: str) -> None:
+        super().__init__(text, label)  # pickle calls with what it was given
+        self.label = label
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 class BadReturn(Exception):
     """The function returned what no reward can be; the text describes the value."""
 
@@ -123,7 +135,14 @@ def read_batch(value: object, size: int) -> list[tuple[float | None, dict[str, f
         raise BadReturn(f"{_describe(value)} for {size} samples; a function that takes lists returns a list")
     if len(value) != size:  # type: ignore[arg-type]
         raise BadReturn(f"{len(value)} values for {size} samples")  # type: ignore[arg-type]
-    return [read_return(value[i]) for i in range(size)]  # type: ignore[index]
+    return [_read_one(value[i], i, size) for i in range(size)]  # type: ignore[index]
+
+
+def _read_one(value: object, index: int, size: int) -> tuple[float | None, dict[str, float | str]]:
+    try:
+        return read_return(value)
+    except BadReturn as error:
+        raise BadReturn(f"{error}, as item {index} of {size}") from None
 
 
 class MissingColumn(Exception):

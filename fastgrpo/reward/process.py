@@ -1,7 +1,7 @@
 """The trainer's end of the worker processes: start one, give it samples, read answers, end it. No scheduling.
 
     Nursery         the process that forks workers (see worker.py), one a runner
-    WorkerProcess   one worker
+    WorkerProcess   one worker, which may outlive its nursery: then it is killed from here
 
 The nursery is started with subprocess, not multiprocessing: neither is the user's main module imported again nor a
 process with CUDA forked. No signal handler, no thread; usable from any thread, by one at a time.
@@ -36,6 +36,10 @@ _LEAVE_LIMIT_S = 1.0  # for a worker that is asked to leave
 _CLOSE_LIMIT_S = 10.0  # for the nursery, which gives its workers a second
 
 
+class NurseryDied(Exception):
+    """No worker can be started or waited for through this nursery any more."""
+
+
 class Nursery:
     """Closed by `close`, by garbage collection, at the interpreter's exit, and by the trainer's death."""
 
@@ -51,22 +55,31 @@ class Nursery:
                 stdout=2,  # this process's standard error
                 start_new_session=True,  # Ctrl-C is the trainer's to treat
             )
+        self._process = process
+        self._lost = False  # an order got no answer
         self.close = weakref.finalize(self, _close, self._control, process, os.getpid())
 
+    @property
+    def died(self) -> bool:
+        return self._lost or self._process.poll() is not None
+
     def fork(self, connection: socket.socket) -> int:
-        """Process id of a new worker that serves `connection`."""
-        socket.send_fds(self._control, [ORDER.pack(0, 0.0)], [connection.fileno()])
-        return self._answer()
+        """Process id of a new worker that serves `connection`. Raises NurseryDied."""
+        return self._ask(ORDER.pack(0, 0.0), [connection.fileno()])
 
     def end(self, worker: int, grace_s: float) -> int:
-        """Exit code of a worker that is ended now, with all that it started, or had ended before."""
-        self._control.sendall(ORDER.pack(worker, grace_s))
-        return self._answer()
+        """Exit code of a worker that is ended now, with all that it started, or had ended before. Raises
+        NurseryDied."""
+        return self._ask(ORDER.pack(worker, grace_s), [])
 
-    def _answer(self) -> int:
-        answer = self._control.recv(ANSWER.size, socket.MSG_WAITALL)
+    def _ask(self, order: bytes, descriptors: Sequence[int]) -> int:
+        answer = b""
+        with contextlib.suppress(OSError):  # it may have died
+            socket.send_fds(self._control, [order], descriptors)
+            answer = self._control.recv(ANSWER.size, socket.MSG_WAITALL)
         if len(answer) < ANSWER.size:
-            raise ConnectionResetError("the process that starts the reward workers has died; see its output above")
+            self._lost = True
+            raise NurseryDied
         return ANSWER.unpack(answer)[0]
 
 
@@ -90,7 +103,11 @@ class WorkerProcess:
         self._nursery = nursery
         self.socket, theirs = socket.socketpair()
         with theirs:
-            self._id = nursery.fork(theirs)
+            try:
+                self._id = nursery.fork(theirs)
+            except NurseryDied:
+                self.socket.close()
+                raise
         self.socket.settimeout(_SEND_LIMIT_S)
         self.started = time.monotonic()
         self.ready = False  # whether it has loaded the functions
@@ -127,6 +144,10 @@ class WorkerProcess:
             self.since, self.overdue = time.monotonic(), False
         return [json.loads(line) for line in lines]
 
+    @property
+    def orphaned(self) -> bool:
+        return self._nursery.died
+
     def hang_up(self) -> None:
         """Ask it to leave. Shut down, not only closed: a forked copy of the trainer may hold the socket too."""
         with contextlib.suppress(OSError):  # it may have died
@@ -136,9 +157,25 @@ class WorkerProcess:
     def end(self) -> str:
         """End it and all that it started: at once if it is at a sample. Returns how it ended, e.g. "exit code 1"."""
         grace_s = _LEAVE_LIMIT_S if self.idle else 0.0
+        alive = self._holds_its_socket()
         self.hang_up()
-        code = self._nursery.end(self._id, grace_s)
+        try:
+            code = self._nursery.end(self._id, grace_s)
+        except NurseryDied:
+            if alive:  # else its id may be another's by now
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._id, signal.SIGKILL)
+            return "its parent process, which was killed or has crashed"
         return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+
+    def _holds_its_socket(self) -> bool:
+        self.socket.setblocking(False)  # nothing more is sent or awaited
+        try:
+            return bool(self.socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def _send(self, message: object) -> None:
         # One that died meanwhile is noticed by read(), at the end of its stream.

@@ -5,7 +5,8 @@
 A call that takes longer than `timeout_s` costs its worker: the process group is killed, another one started, and that
 sample is "timeout" for that function. A sample that kills its worker is "error". Neither is a 0: the sample is unscored
 and counted. What can only be a mistake of the user's ends the run instead: a value that is no score, a function that
-cannot be loaded, one that raises the same error on the whole first batch or never comes back.
+cannot be loaded, one that raises the same error on the whole first batch or never comes back. Where the process that
+starts the workers dies, another one does.
 
 How many jobs a message holds follows from the speed seen so far, so that slow functions are spread and fast ones do not
 pay for messages. A worker that is far slower than its function's mean is `overdue`: what it has not begun goes to
@@ -17,6 +18,7 @@ Everything happens in the thread that calls `outcomes`, one call at a time. What
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import threading
 import time
@@ -27,10 +29,11 @@ from typing import Any
 
 import cloudpickle
 
-from fastgrpo.errors import UserError
+from fastgrpo import console
+from fastgrpo.errors import RunError, UserError
 from fastgrpo.records import RewardRequest
-from fastgrpo.reward.function import Outcome, RewardFunction, arguments_of
-from fastgrpo.reward.process import Job, Nursery, WorkerProcess
+from fastgrpo.reward.function import Outcome, RewardFunction, RewardMistake, arguments_of
+from fastgrpo.reward.process import Job, Nursery, NurseryDied, WorkerProcess
 from fastgrpo.reward.signature import Form
 from fastgrpo.whereabouts import listed
 
@@ -38,10 +41,15 @@ _MESSAGE_S = 0.02  # work that one message should hold
 _MESSAGE_JOBS = 64  # and the most jobs in it
 _SPARE_WORKERS = 16  # most that stand in for overdue ones
 _LOAD_LIMIT_S = 300.0  # for importing the user's module
+_LOAD_WORDS_S = (10.0, 30.0, 60.0, 120.0, 240.0)  # when it is said that it still goes on
+_NURSERIES = 3  # lost in a row, with no worker ready in between
 _CONCURRENT_JOBS = 32  # calls of an async function that one worker has running
 _LOOP_GRACE_S = 0.5  # for an event loop to end its late calls itself
 _PATIENCE_S = 0.1  # a call is overdue after 10 times its function's mean, and not before
 _FIRST_PATIENCE_S = 0.25  # when nothing has been answered yet
+
+
+log = logging.getLogger("fastgrpo")
 
 
 @dataclass(slots=True)
@@ -81,8 +89,10 @@ class RewardRunner:
         self._speeds = [_Speed() for _ in functions]
         self._forms: list[Form] = []  # how each function is called; known when a worker has loaded them
         self._load_s = 0.0  # that a worker took to load the functions
+        self._load_words = 0  # of _LOAD_WORDS_S, said
         self._resumed = False
         self._nursery: Nursery | None = None
+        self._nurseries_lost = 0
         self._workers: list[WorkerProcess] = []
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
@@ -149,6 +159,7 @@ class RewardRunner:
             if "broken" in answer:
                 raise UserError(answer["broken"])
             worker.ready, self._forms = True, answer["ready"]
+            self._nurseries_lost = 0
             self._load_s = time.monotonic() - worker.started
             return
         sample, seconds, kind, *rest = answer
@@ -158,12 +169,13 @@ class RewardRunner:
             batch.outcomes.setdefault(job, self._late())
             self._refuse_if_never_back(job[0], batch)
             return
+        request = batch.requests[sample]
         speed = self._speeds[job[0]]
         speed.calls, speed.seconds = speed.calls + 1, speed.seconds + seconds
         # It may be answered already: jobs of an overdue worker are given to others, and the first answer counts.
-        batch.outcomes.setdefault(job, self._outcome(job[0], kind, rest))
+        batch.outcomes.setdefault(job, self._outcome(job[0], request, kind, rest))
 
-    def _outcome(self, function: int, kind: str, rest: list[Any]) -> Outcome:
+    def _outcome(self, function: int, request: RewardRequest, kind: str, rest: list[Any]) -> Outcome:
         if kind == "scored":
             score, details = rest
             return Outcome("unscored" if score is None else "scored", score, details)
@@ -174,11 +186,15 @@ class RewardRunner:
         if named.weight == 0:  # it only watches
             return Outcome("error", error=rest[0] if kind == "misfit" else f"it returned {rest[0]}")
         if kind == "misfit":
-            raise UserError(f"{named} cannot be called: {rest[0]}. Rename the parameter, or give it a default.")
-        raise UserError(
-            f"{named} returned {rest[0]}. Expected is one finite number for the one sample it is "
-            'called with, None (the sample cannot be scored), or a dict {"score": number, ...}; from a function that '
-            "takes lists, a list of those, one a sample."
+            text = f"{named} cannot be called: {rest[0]}. Rename the parameter, or give it a default."
+            raise RewardMistake(text, named.label)
+        one = f"for sample {request.sample} of prompt {request.uid}, " if request.uid else ""
+        which = "" if self._forms[function] == "batch" else one  # of a list, which one is in what it returned
+        raise RewardMistake(
+            f"{named} returned {rest[0]} ({which}after {request.step} steps). Expected is one finite number for the "
+            'one sample it is called with, None (the sample cannot be scored), or a dict {"score": number, ...}; from '
+            "a function that takes lists, a list of those, one a sample.",
+            named.label,
         )
 
     def _late(self) -> Outcome:
@@ -188,8 +204,9 @@ class RewardRunner:
         """The sample it was at is an error; those that it had not begun go back."""
         how = self._remove(worker).end()
         if not worker.ready:
-            names = ", ".join(str(function) for function in self.functions)
-            raise UserError(f"a worker process ended with {how} while it loaded {names}; see its output above.")
+            if worker.orphaned:
+                return  # that another nursery is started, and how often, is _hire's
+            raise UserError(f"a worker process ended with {how} while it loaded {self._names()}; see its output above.")
         if worker.jobs:
             self._close(worker, Outcome("error", error=f"its process ended with {how}"), batch)
             if not worker.overdue:
@@ -199,9 +216,13 @@ class RewardRunner:
         elapsed = time.monotonic() - worker.since
         if not worker.ready:
             if elapsed > _LOAD_LIMIT_S:
-                names = ", ".join(str(function) for function in self.functions)
                 raise UserError(
-                    f"loading {names} took more than {_LOAD_LIMIT_S:g} s. Make the import of its file faster."
+                    f"loading {self._names()} took more than {_LOAD_LIMIT_S:g} s. Make the import of its file faster."
+                )
+            if elapsed > self._next_load_word():
+                self._load_words += 1
+                console.say(
+                    f"still loading {self._names()} after {elapsed:.0f} s; after {_LOAD_LIMIT_S:g} s the run ends"
                 )
         elif worker.jobs and elapsed > self._limit(worker):
             self._remove(worker).end()
@@ -240,11 +261,19 @@ class RewardRunner:
         limits = []
         for worker in self._workers:
             if not worker.ready:
-                limits.append(worker.since + _LOAD_LIMIT_S)
+                limits.append(worker.since + min(_LOAD_LIMIT_S, self._next_load_word()))
             elif worker.jobs:
                 patience = float("inf") if worker.overdue else self._patience(worker)
                 limits.append(worker.since + min(self._limit(worker), patience))
         return max(0.0, min(limits) - time.monotonic()) + 1e-3  # rather just after the limit than just before
+
+    def _next_load_word(self) -> float:
+        """Seconds of loading after which it is said once more. After the first load, which tells it all, never."""
+        said_all = bool(self._forms) or self._load_words == len(_LOAD_WORDS_S)
+        return float("inf") if said_all else _LOAD_WORDS_S[self._load_words]
+
+    def _names(self) -> str:
+        return ", ".join(str(function) for function in self.functions)
 
     # the workers
 
@@ -255,10 +284,31 @@ class RewardRunner:
             limit = self._num_workers + _SPARE_WORKERS if batch.queue else self._num_workers
             if fit >= self._num_workers or len(self._workers) >= limit:
                 return
-            self._nursery = self._nursery or Nursery()
-            worker = WorkerProcess(self._nursery, self._payloads)
+            worker = self._hire()
             self._workers.append(worker)
             self._selector.register(worker.socket, selectors.EVENT_READ, worker)
+
+    def _hire(self) -> WorkerProcess:
+        """A new worker. Raises RunError where the process that starts them dies again and again."""
+        while True:
+            if self._nursery is not None and self._nursery.died:
+                self._replace(self._nursery)
+            self._nursery = self._nursery or Nursery()
+            with contextlib.suppress(NurseryDied):
+                return WorkerProcess(self._nursery, self._payloads)
+
+    def _replace(self, nursery: Nursery) -> None:
+        """Its workers that are left go on; those that died with it are noticed by the end of their streams."""
+        nursery.close()
+        self._nursery = None
+        self._nurseries_lost += 1
+        if self._nurseries_lost > _NURSERIES:
+            raise RunError(
+                f"the process that starts the reward workers (python -m fastgrpo.reward.worker) has died "
+                f"{self._nurseries_lost} times in a row: it was killed, or has crashed while it loaded "
+                f"{self._names()}; its last words, if any, are above"
+            )
+        log.warning("the process that starts the reward workers was killed or has crashed: another one is started")
 
     def _hand_out(self, batch: _Batch) -> None:
         for worker in self._workers:
@@ -309,7 +359,11 @@ class RewardRunner:
 
     def _end_all(self) -> None:
         for worker in tuple(self._workers):
-            self._remove(worker).hang_up()
+            self._remove(worker)
+            if worker.orphaned:  # nobody else ends it
+                worker.end()
+            else:
+                worker.hang_up()
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None

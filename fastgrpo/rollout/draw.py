@@ -3,7 +3,8 @@
     prompts (the same list on every rank) -> requests, in order
         engine e draws whole groups, as many tokens as the others     (drawing_rows)
         tp rank 0 of each engine scores them in worker processes      (reward/)
-        one gather: every rank then holds all N rollouts and scores, in the order of the requests
+        one gather: every rank then holds all N rollouts and scores, in the order of the requests; or all hear of the
+        mistake in a reward that one of them met, and stop alike
 
 Rollouts are token ids and a few numbers each (9 bytes a token), so holding all of a step's on every rank is cheap; in
 return every rank computes advantages, counts and the micro-batch plan for itself, and any sequence can be trained
@@ -17,11 +18,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh
 from fastgrpo.records import Prompt, Request, RewardRequest, Rollout, Sample, Sampling
 from fastgrpo.reward import Rewards
 from fastgrpo.rollout.engine import RolloutEngine, sample_seed
 from fastgrpo.rollout.lengths import divide_groups
+from fastgrpo.stopping import Mistaken
 
 
 def make_requests(
@@ -71,8 +74,9 @@ def score_own(
     mesh: Mesh,
     *,
     step: int,
-) -> list[Sample]:
-    """This engine's rollouts, decoded and scored, on its first rank; nothing on its others."""
+) -> list[Sample] | UserError:
+    """This engine's rollouts, decoded and scored, on its first rank; nothing on its others. A mistake in a reward is
+    raised in the first step, and returned in a later one, which share_samples treats: there is something to save."""
     if mesh.tp_rank != 0 or not rollouts:  # batch_decode makes one text of no sequences
         return []
     by_uid = {prompt.uid: prompt for prompt in prompts}
@@ -96,13 +100,24 @@ def score_own(
                 np.asarray(rollout.response_ids, np.int32).tobytes(),
             )
         )
-    return [Sample(*parts) for parts in zip(rollouts, responses, rewards.score(requests), strict=True)]
+    try:
+        scores = rewards.score(requests)
+    except UserError as mistake:
+        if step == 0:
+            raise
+        return mistake
+    return [Sample(*parts) for parts in zip(rollouts, responses, scores, strict=True)]
 
 
-def share_samples(own: Sequence[Sample], mesh: Mesh, rows: Sequence[Sequence[int]] = ()) -> list[Sample]:
+def share_samples(own: Sequence[Sample] | UserError, mesh: Mesh, rows: Sequence[Sequence[int]] = ()) -> list[Sample]:
     """All engines' samples, in the order of the requests, on every rank; a collective. `rows`: those of each engine
-    (drawing_rows); none: each drew the ones that follow those of the engine before."""
-    drawn = [sample for part in mesh.gather(list(own)) for sample in part]
+    (drawing_rows); none: each drew the ones that follow those of the engine before. Raises Mistaken, on all ranks
+    alike, when one of them brings a mistake instead."""
+    drawn: list[Sample] = []
+    for part in mesh.gather(own if isinstance(own, UserError) else list(own)):
+        if isinstance(part, UserError):
+            raise Mistaken(part)
+        drawn += part
     if not rows:
         return drawn
     places = zip([row for engine in rows for row in engine], drawn, strict=True)

@@ -448,3 +448,18 @@ def poison_the_second_gradient() -> None:
         return original(optimizer, *args)
 
     actor.apply_update = poisoned
+
+
+def _bad_scores(calls: int) -> None:
+    """Of rank 1's reward, in the third step: a mistake that the worker would report of a value that is no number."""
+    from fastgrpo.reward import RewardMistake
+
+    if calls == 3 and _rank() == int(os.environ["WORLD_SIZE"]) - 1:
+        raise RewardMistake("reward 'reward' returned float: inf (for sample 1 of prompt p)", "reward")
+
+
+def return_infinity_in_step_3() -> None:
+    """The last rank alone; without it no checkpoint is due."""
+    from fastgrpo.reward import Rewards
+
+    _before(Rewards, "score", _bad_scores)

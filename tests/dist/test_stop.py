@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_runs import SmallRuns, document
 
-from fastgrpo.stopping import NOT_SAVED, SAVED
+from fastgrpo.stopping import MISTAKEN, NOT_SAVED, SAVED
 from fastgrpo.watchdog import ENDED
 
 
@@ -225,3 +225,25 @@ def test_a_run_whose_last_checkpoint_is_lost_is_not_finished(
     resumed.finish()
     assert "after step 3 of 4" in resumed.output() and (run / "finished").read_text() == "4\n"
     assert [json.loads(line)["layout"]["world"] for line in (run / "starts.jsonl").read_text().splitlines()] == [2, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistake_in_a_reward_in_the_middle_of_a_run_saves_first(
+    ranks: int, runs: SmallRuns, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Met by one rank alone. The resumed run is the unbroken one, to the last bit."""
+    options = {"trainer__save_freq": 4, "trainer__logger": ["console"]}
+    runs.start(ranks, document(tmp_path / "whole", tiny_model, **options)).finish()
+    configured = document(tmp_path / "broken", tiny_model, **options)
+    stopped = runs.start(ranks, configured, faults="return_infinity_in_step_3")
+    assert stopped.wait() == [MISTAKEN] * ranks, stopped.output()
+    assert stopped.output().count("returned float: inf (for sample 1 of prompt p)") == 1
+    [run] = (tmp_path / "broken").iterdir()
+    said = f"stopped by the mistake above after step 2; trainer.resume=auto goes on from here: {run}"
+    assert said in stopped.output() and "Traceback" not in stopped.output()
+    assert checkpoints(run) == ["latest", "step_000002"]
+    runs.start(ranks, configured).finish()
+    [right] = (tmp_path / "whole").iterdir()
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 4]
+    assert [row["actor/loss"] for row in rows(run)] == [row["actor/loss"] for row in rows(right)]
+    assert [row["reward/mean"] for row in rows(run)] == [row["reward/mean"] for row in rows(right)]

@@ -139,6 +139,36 @@ def test_an_outage_of_the_reward_ends_the_run_saved(tiny_model: Path, tmp_path: 
     assert saved[1].step == 3 and saved[1].parts["actor"]["version"] == 1
 
 
+def test_a_bad_value_late_in_a_run_loses_no_step(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sample of step 3: the two steps before are kept, and a corrected function goes on from them when allowed."""
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "def compute_score(response, step, sample):\n"
+        "    return float('inf') if (step, sample) == (2, 1) else len(response) / 8\n"
+    )
+    config = scored_by(code, tiny_model, tmp_path / "runs", max_steps=3, save_freq=3)
+    config = replace(config, trainer=replace(config.trainer, logger=["console"]))
+    with one_process(), pytest.raises(UserError, match=r"for sample 1 of prompt \S+, after 2 steps\)") as stopped:
+        Trainer(config, prompts=PROMPTS).run()
+    assert isinstance(stopped.value, Stopped) and stopped.value.exit_code == 2
+    [folder] = (tmp_path / "runs").iterdir()
+    told = capsys.readouterr()
+    allow = "trainer.resume_allow=[reward.functions.mine.path]"
+    said = "stopped by the mistake above after step 2; trainer.resume=auto goes on from here, with the reward corrected"
+    assert f"{said} and {allow}: {folder}" in told.out + told.err
+    [saved] = find_checkpoints(folder / "checkpoints").complete
+    assert saved[1].step == 2
+    code.write_text("def compute_score(response):\n    return len(response) / 8\n")
+    with one_process(), pytest.raises(UserError, match="mine"):
+        Trainer(config, prompts=PROMPTS).run()
+    allowed = replace(config, trainer=replace(config.trainer, resume_allow=["reward.functions.mine.path"]))
+    with one_process():
+        Trainer(allowed, prompts=PROMPTS).run()
+    assert [row["step"] for row in read_rows(folder)] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("fails", "counted"),
     [("raise OSError('down')", "error"), pytest.param("time.sleep(9)", "timeout", marks=pytest.mark.slow)],

@@ -23,10 +23,11 @@ import psutil
 import pytest
 
 from fastgrpo.config import RegexRule, RewardConfig, RewardFunctionConfig, RewardKind
-from fastgrpo.errors import UserError
+from fastgrpo.errors import RunError, UserError
 from fastgrpo.records import RewardRequest, Score
 from fastgrpo.reward import Rewards, build_rewards
-from fastgrpo.reward.function import BadReturn, read_return
+from fastgrpo.reward import runner as runner_module
+from fastgrpo.reward.function import BadReturn, RewardMistake, read_return
 from fastgrpo.reward.worker import serve
 
 MARGIN_S = 1.0
@@ -530,3 +531,108 @@ def left_in(folder: Path) -> list[int]:
         except psutil.Error:
             continue
     return found
+
+
+def make_counting(folder: Path) -> Callable[[str], object]:
+    def counting(response: str) -> object:
+        """Its process and the one that starts the workers are killed at "both", once; at "hang" it never comes back."""
+        if response == "both" and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if response == "hang":
+            if not (folder / "orphaned").exists():
+                (folder / "orphaned").write_text(str(os.getpid()))
+                os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
+        return 0.0 if response == "both" else float(response)
+
+    return counting
+
+
+def test_workers_and_the_process_that_starts_them_die_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sample is left out, the others are scored; it is said in one line, and later calls know nothing of it."""
+    with running(make_counting(tmp_path), num_workers=2) as runner:
+        scores = runner.score(requests("1", "both", "2", "3"))
+        assert [s.total for s in scores] == [1.0, None, 2.0, 3.0]
+        assert scores[1].status == "error"
+        assert scores[1].error == "counting: its process ended with its parent process, which was killed or has crashed"
+        assert len(caplog.messages) == 1 and "another one is started" in caplog.messages[0]
+        assert [s.total for s in runner.score(requests("4", "both"))] == [4.0, 0.0]
+        for process in workers():  # between two calls: nobody was at a sample
+            process.kill()
+        assert [s.total for s in runner.score(requests(*"123456"))].count(None) <= 2
+        assert [s.total for s in runner.score(requests(*"123456"))] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+        assert len(caplog.messages) == 2
+
+
+def test_a_late_worker_whose_parent_has_died_is_killed_too(tmp_path: Path) -> None:
+    with running(make_counting(tmp_path), num_workers=2, timeout_s=1.0) as runner:
+        scores = runner.score(requests("1", "hang", "2"))
+        assert [(s.total, s.status) for s in scores] == [(1.0, "scored"), (None, "timeout"), (2.0, "scored")]
+        hung = int((tmp_path / "orphaned").read_text())
+        assert soon(lambda: hung not in orphans())
+        assert orphans()  # the other one goes on
+    assert soon(lambda: not orphans())
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def orphans() -> list[int]:
+    """Living workers of this process's runners that descend from it no more."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = process.info["cmdline"] or []
+        ours = "fastgrpo.reward.worker" in line and line[-1] == str(os.getpid())
+        if ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return sorted(set(found) - {process.pid for process in workers()})
+
+
+def test_a_function_whose_import_kills_what_starts_it(tmp_path: Path) -> None:
+    path = tmp_path / "kills.py"
+    path.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+                    "def compute_score(response):\n    return 1.0\n")  # fmt: skip
+    kills = RewardFunctionConfig(kind=RewardKind.custom, path=str(path))
+    said = r"has died 4 times in a row: .* while it loaded reward 'kills' \(compute_score in "
+    config = RewardConfig(functions={"kills": kills}, num_workers=1)
+    with running(config=config) as runner, pytest.raises(RunError, match=said):
+        runner.start()
+
+
+def test_a_long_import_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner_module, "_LOAD_WORDS_S", (0.2, 0.5))
+    monkeypatch.setattr(runner_module, "_LOAD_LIMIT_S", 1.5)
+    path = tmp_path / "rx.py"
+    path.write_text("import time\ntime.sleep(1000)\ndef compute_score(response):\n    return 1.0\n")
+    rx = RewardFunctionConfig(kind=RewardKind.custom, path=str(path))
+    config = RewardConfig(functions={"rx": rx}, num_workers=2)
+    with running(config=config) as runner, pytest.raises(UserError, match=r"loading reward 'rx' .* took more than 1.5"):
+        runner.start()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2  # not once a worker
+    for line, seconds in zip(said, ("0", "1"), strict=True):
+        assert line == (
+            f"still loading reward 'rx' (compute_score in {path}) after {seconds} s; after 1.5 s the run ends"
+        )
+
+
+def test_a_bad_return_names_the_sample() -> None:
+    def bad(response: str) -> float:
+        return float(response)
+
+    asked = [RewardRequest("p", text, None, {}, 6, f"a/train/{i}", 3) for i, text in enumerate(["1", "inf", "2"])]
+    with running(bad) as runner, pytest.raises(RewardMistake) as raised:
+        runner.score(asked)
+    assert "returned float: inf (for sample 3 of prompt a/train/1, after 6 steps). Expected" in str(raised.value)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (str(again), again.label) == (str(raised.value), "bad")

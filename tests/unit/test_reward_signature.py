@@ -203,7 +203,7 @@ def test_a_batch_that_hangs_raises_or_dies_is_so_as_a_whole() -> None:
         ([1.0], "returned 1 values for 5 samples"),
         (1.0, r"returned float: 1.0 for 5 samples; a function that takes lists returns a list"),
         ({"score": 1.0}, "returned dict: "),
-        (["x"] * 5, "returned str: 'x'"),
+        ([1.0, "x", 1.0, 1.0, 1.0], "returned str: 'x', as item 1 of 5 \\(after "),
     ],
 )
 def test_what_a_batch_may_not_return(value: object, message: str) -> None:
