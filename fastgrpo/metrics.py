@@ -126,12 +126,20 @@ class JsonlFile:
         """Whole rows that may not be on the disk; what the file has of them, a crash of the machine may lose."""
         return self._rows.decode()
 
-    def reopen(self) -> None:
-        """At the same path, where another file may be now: what the old one has of a row is of no use there."""
+    def went_away(self) -> bool:
+        """Whether the file was deleted or moved, or another is in its place. Raises OSError."""
+        try:
+            return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return True
+
+    def reopen(self, *, again: bool = False) -> None:
+        """At the same path, where another file may be now. What the old one has of a row is of no use there; `again`:
+        nor are the rows since the last fsync."""
         file = self._path.open("ab", buffering=0)
         self._file.close()
         self._file = file
-        self._rows, self._written = self._rows[self._written - self._half :], 0
+        self._rows, self._written = self._rows[0 if again else self._written - self._half :], 0
 
     @property
     def _half(self) -> int:

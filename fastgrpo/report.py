@@ -100,6 +100,7 @@ class Report:
         if self._files.went_away(step):
             self._write_config()
             self._rows.reopen()
+        self._files.look_for(self._rows, step)
 
     def say(self, text: str) -> None:
         if self._on and "console" in self._config.trainer.logger:
@@ -172,18 +173,14 @@ class Report:
         self._bar.close()
         attempt = partial(self._files.attempt, again=False)
         attempt("the run folder", lambda: self._look_for_the_folder(self._history.steps))
-        for logger in self._loggers:
-            attempt(logger.name, logger.close)
+        closed = {logger.name: attempt(logger.name, logger.close) for logger in self._loggers}
         moved_at = self._files.moved_at
         if finished:
             attempt("reward.png", self._draw_curve)
         if finished and moved_at is None:
             attempt(FINISHED, lambda: write_durably(self.folder / FINISHED, f"{self._total_steps}\n"))
             self.say(self._last_line())
-        if self._files.failures:
-            log.error(
-                "%d writes into %s have failed: answers, maybe rows, are missing", self._files.failures, self.folder
-            )
+        self._files.sum_up(rows_are_whole=closed[self._rows.name])
         if finished and moved_at is not None:
             raise RunError(
                 f"all steps are done, but {self.folder} was moved or deleted while the run wrote into it, which was "

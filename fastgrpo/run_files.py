@@ -4,6 +4,7 @@
             --OSError--> said once of each kind of file until it works again, counted (`files/failed_writes` of the
                          rows); rows wait in memory for the next write (metrics.py), a step's answers are left out
     the folder is another one than at the start (moved, deleted) --> said; a new one in its place, and `moved_at`
+    metrics.jsonl alone is --> said; a new one in its place
 
 Not here: checkpoints and the trained model (checkpoint/), which say themselves what they could not save.
 """
@@ -16,7 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.metrics import write_rows
+from fastgrpo.checkpoint import CHECKPOINTS
+from fastgrpo.checkpoint.folders import LATEST
+from fastgrpo.metrics import JsonlFile, write_rows
 
 log = logging.getLogger("fastgrpo")
 
@@ -67,6 +70,25 @@ class RunFiles:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._is = _inode(self.folder)
         return True
+
+    def look_for(self, rows: JsonlFile, step: int) -> None:
+        """Where the file of rows alone has gone there is a new one then, with what no checkpoint rests on yet. Raises
+        OSError."""
+        if rows.went_away():
+            rows.reopen(again=True)
+            log.error(
+                "%s HAS BEEN MOVED OR DELETED, noticed after step %d: rows since the last checkpoint, and those to "
+                "come, are in a new file of this name",
+                self.folder / rows.name, step,
+            )  # fmt: skip
+
+    def sum_up(self, *, rows_are_whole: bool) -> None:
+        """At the end, if writes have failed. A checkpoint has the rows that waited as it was saved."""
+        if not self.failures:
+            return
+        saved = not rows_are_whole and (self.folder / CHECKPOINTS / LATEST).is_file()
+        then = f"; trainer.resume={self.folder} writes the rows that its newest checkpoint has" if saved else ""
+        log.error("%d writes into %s have failed: answers, maybe rows, are missing%s", self.failures, self.folder, then)
 
 
 def _inode(folder: Path) -> tuple[int, int] | None:

@@ -15,7 +15,18 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from fastgrpo import console
-from fastgrpo.checkpoint import CHECKPOINTS, Manifest, Saver, Stateful, amend, find_start, restore, same_rewards, way_on
+from fastgrpo.checkpoint import (
+    CHECKPOINTS,
+    Manifest,
+    Saver,
+    Stateful,
+    amend,
+    find_start,
+    restore,
+    same_rewards,
+    start_anew,
+    way_on,
+)
 from fastgrpo.checkpoint.places import find_places
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
@@ -155,11 +166,16 @@ class Session:
 
     def _kept(self) -> str:
         """Where the run stands when its last step is lost; what rank 0 says, whoever speaks. A collective."""
-        way = way_on(self.report.folder, self._run.config.trainer)
-        last, way = self._run.stages.mesh.broadcast((self._saver.complete, way))
+        ways = self._ways()
+        last, (way, anew) = self._run.stages.mesh.broadcast((self._saver.complete, ways))
         if last:
             return f"step_{last:06d}, from which {way} goes on when there is room: {self.report.folder}"
-        return f"the start, where trainer.resume=auto begins anew: {self.report.folder}"
+        return f"the start, where {anew} begins anew: {self.report.folder}"
+
+    def _ways(self) -> tuple[str, str]:
+        """(what goes on with this run if it has a checkpoint, what begins it anew if not)"""
+        folder, trainer = self.report.folder, self._run.config.trainer
+        return way_on(folder, trainer), start_anew(folder, trainer)
 
     def _lost(self) -> bool:
         """Whether all steps are done and neither a checkpoint nor a model is to keep the last of them."""
@@ -191,10 +207,10 @@ class Session:
 
     def _say_what_is_saved(self, stop: Stopped) -> None:
         step, last, failures = self._run.steps_done, self._saver.complete, self._saver.failures
-        way = way_on(self.report.folder, self._run.config.trainer)
+        way, anew = self._ways()
         if stop.exit_code == NOT_SAVED:
             kept = f"the last complete checkpoint is step_{last:06d}" if last else "there is no complete checkpoint"
-            then = f"{way} goes on from there" if last else "trainer.resume=auto goes on from the start"
+            then = f"{way} goes on from there" if last else f"{anew} goes on from the start"
             log.error(
                 "stopped by %s after step %d, which could NOT BE SAVED (the reason is above); %s, %s: %s",
                 stop.by, step, kept, then, self.report.folder,
@@ -203,8 +219,8 @@ class Session:
             self.report.say(f"stopped by {stop.by} before the validation was complete: {self.report.folder}")
         elif step == 0:
             self.report.say(
-                f"stopped by {stop.by} before a step was complete: there was nothing to save, and the same command "
-                f"begins anew: {self.report.folder}"
+                f"stopped by {stop.by} before a step was complete: there was nothing to save, and {anew} begins anew: "
+                f"{self.report.folder}"
             )
         else:
             failed = f", but {failures} save(s) FAILED" if failures else ""

@@ -18,7 +18,7 @@ from fastgrpo.checkpoint.compare import same_rewards
 from fastgrpo.checkpoint.folders import Manifest
 from fastgrpo.checkpoint.identity import Identity, identify
 from fastgrpo.checkpoint.model import save_model, save_trained, trained_bytes
-from fastgrpo.checkpoint.others import way_on
+from fastgrpo.checkpoint.others import start_anew, way_on
 from fastgrpo.checkpoint.restore import Stateful, restore
 from fastgrpo.checkpoint.resume import Start, check_resume, find_start
 from fastgrpo.checkpoint.runs import CHECKPOINTS, FINISHED
@@ -40,6 +40,7 @@ __all__ = [
     "same_rewards",
     "save_model",
     "save_trained",
+    "start_anew",
     "trained_bytes",
     "way_on",
 ]

@@ -48,6 +48,18 @@ def way_on(folder: Path, trainer: TrainerConfig) -> str:
     return f"trainer.resume={folder} ({why})"
 
 
+def start_anew(folder: Path, trainer: TrainerConfig) -> str:
+    """The same of a run that has no checkpoint: what begins it anew."""
+    try:
+        runs = runs_of(Path(trainer.run_dir), trainer.experiment_name)
+        met = next((run for run in runs if not _same(run, folder) and _stops_auto(run)), None)
+    except OSError:
+        met = None
+    if met is None or finished_steps(met):
+        return "trainer.resume=auto"
+    return f"trainer.resume=never (auto would come upon {met})"
+
+
 def _same(run: Path, folder: Path) -> bool:
     return run.resolve() == folder.resolve()
 

@@ -165,6 +165,26 @@ def full_disk_for_the_rows_of_step_2() -> None:
     _before(JsonlFile, "flush", _full_disk_at(3, 3))  # the save of step 1 flushes as well
 
 
+def full_disk_for_rows_from_step_3() -> None:
+    """With a save after each step."""
+    from fastgrpo.metrics import JsonlFile
+
+    _before(JsonlFile, "flush", _full_disk_at(5, 99))
+
+
+def delete_the_rows_in_step_4() -> None:
+    from fastgrpo.report import Report
+
+    original = Report.step
+
+    def step(self: Any, record: Any, rollouts: Any) -> None:
+        if record.step == 4:
+            (self.folder / "metrics.jsonl").unlink()
+        original(self, record, rollouts)
+
+    Report.step = step
+
+
 def full_disk_for_rows_from_step_3_and_killed_in_step_8() -> None:
     """For metrics.jsonl alone."""
     from fastgrpo import trainer

@@ -127,6 +127,7 @@ def test_stopped_before_there_is_anything_to_save(runs: SmallRuns, tiny_model: P
     run = runs.start(1, document(tmp_path, tiny_model, trainer__logger=["console"]), faults="stop_before_step_1")
     assert run.wait() == [SAVED]
     assert "stopped by SIGTERM before a step was complete: there was nothing to save" in run.output()
+    assert "nothing to save, and trainer.resume=auto begins anew: " in run.output()
     assert "goes on from here" not in run.output()
     [folder] = tmp_path.iterdir()
     assert not (folder / "checkpoints").exists()
@@ -143,6 +144,27 @@ def test_a_full_disk_between_saves_costs_the_answers_alone(runs: SmallRuns, tiny
         assert run.output().count(f"{kind} NOT WRITTEN into {folder}: [Errno 28] No space left") == 1
         assert f"{kind} is written again" in run.output()
     assert f"2 writes into {folder} have failed" in run.output().splitlines()[-1]
+
+
+def test_rows_that_never_found_room_are_in_the_last_checkpoint(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    """Full from step 3 to the end of the process: the message names the way, and it works."""
+    run = runs.start(1, document(tmp_path, tiny_model), faults="full_disk_for_rows_from_step_3")
+    run.finish()
+    [folder] = tmp_path.iterdir()
+    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert f"maybe rows, are missing; trainer.resume={folder} writes the rows that its newest" in run.output()
+    runs.start(1, document(tmp_path, tiny_model, trainer__resume=str(folder))).finish()
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4] and (folder / "finished").read_text() == "4\n"
+
+
+def test_rows_whose_file_is_deleted_under_the_run(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:
+    """Between two saves, in step 4: what no save has flushed is written again, and the run goes on."""
+    configured = document(tmp_path, tiny_model, trainer__save_freq=2, trainer__async_save=False)
+    run = runs.start(1, configured, faults="delete_the_rows_in_step_4")
+    run.finish()
+    [folder] = tmp_path.iterdir()
+    assert f"{folder}/metrics.jsonl HAS BEEN MOVED OR DELETED, noticed after step 4: rows since" in run.output()
+    assert [row["step"] for row in rows(folder)] == [3, 4] and (folder / "finished").exists()
 
 
 def test_a_run_folder_that_moves_is_noticed(runs: SmallRuns, tiny_model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from fastgrpo.checkpoint import Identity, Start, check_resume, find_start, resume, way_on
+from fastgrpo.checkpoint import Identity, Start, check_resume, find_start, resume, start_anew, way_on
 from fastgrpo.checkpoint.folders import Manifest, best_of, commit, find_checkpoints
 from fastgrpo.checkpoint.runs import take
 from fastgrpo.config import (
@@ -124,9 +124,8 @@ def test_unfinished_runs_that_auto_leaves_lying_are_named(tmp_path: Path) -> Non
 def test_the_way_on_is_what_auto_does(tmp_path: Path) -> None:
     trainer = configured(tmp_path).trainer
     old, new = run_folder(tmp_path, OLD, 7), run_folder(tmp_path, NEW)
-    assert (
-        way_on(old, trainer) == way_on(old / ".." / OLD, trainer) == "trainer.resume=auto"
-    )  # nothing in the newer one
+    for path in (old, old / ".." / OLD):
+        assert way_on(path, trainer) == "trainer.resume=auto"  # nothing in the newer one
     checkpoint(new / "checkpoints", 1, configured(tmp_path))
     assert way_on(old, trainer) == f"trainer.resume={old} (auto would come upon the newer {new})"
     assert way_on(new, trainer) == "trainer.resume=auto" and start(configured(tmp_path)).folder == new
@@ -134,8 +133,20 @@ def test_the_way_on_is_what_auto_does(tmp_path: Path) -> None:
     with FileLock(new / ".lock"):  # it will have one
         assert way_on(old, trainer).endswith(f"(auto would come upon the newer {new})")
     assert way_on(old, trainer) == "trainer.resume=auto"
-    (new / "finished").write_text("3\n")
+    (new / "finished").write_text(f"{STEPS}\n")
     assert way_on(old, trainer).endswith(f"(auto would come upon the newer {new})")
+    assert start_anew(old, trainer) == "trainer.resume=auto"
+    assert start(configured(tmp_path)).checkpoint is None
+    (new / "finished").unlink()
+    newest = run_folder(tmp_path, NEWEST)
+    assert start_anew(newest, trainer) == f"trainer.resume=never (auto would come upon {old})"
+    assert start(configured(tmp_path)).folder == old
+    shutil.rmtree(old / "checkpoints")
+    assert start_anew(newest, trainer) == "trainer.resume=auto" and start(configured(tmp_path)).checkpoint is None
+    shutil.rmtree(newest)
+    for run in tmp_path.glob("e-20*"):
+        if run not in (old, new):  # those of the starts here
+            shutil.rmtree(run)
     (tmp_path / "elsewhere").mkdir()
     away = run_folder(tmp_path / "elsewhere", OLD, 7)
     new.rename(tmp_path / "n")

@@ -77,10 +77,19 @@ def test_what_may_not_be_on_the_disk_is_kept_in_whole_rows(tmp_path: Path, monke
             rows.sync()
     assert (tmp_path / "metrics.jsonl").read_text() == texts[0] + texts[1] + texts[2][:7]
     assert rows.not_synced() == "".join(texts[1:4])
+    assert not rows.went_away()
     (tmp_path / "metrics.jsonl").rename(tmp_path / "elsewhere")
+    assert rows.went_away()
+    (tmp_path / "metrics.jsonl").touch()
+    assert rows.went_away()  # another file
     rows.reopen()  # half a row in the file that went is no part of the new one
     rows.log(4, {"reward/mean": 0.5})
     assert (tmp_path / "metrics.jsonl").read_text() == rows.not_synced() == "".join(texts[2:])
+    assert not rows.went_away()
+    (tmp_path / "metrics.jsonl").unlink()
+    rows.reopen(again=True)
+    rows.flush()
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(texts[2:])
     rows.sync()
     assert rows.not_synced() == ""
 
