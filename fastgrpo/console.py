@@ -35,7 +35,10 @@ def say(text: str) -> None:
 
 
 def drop_noise(device: str) -> None:
-    """Leave out the lines of NOISE; everything else of those loggers is shown. To be called before they speak."""
+    """Leave out the lines of NOISE; everything else of those loggers is shown. To be called before they speak, and
+    before torch is loaded: of its C++ parts errors are shown, unless TORCH_CPP_LOG_LEVEL is set to something else.
+    Their warnings are 30 lines of frames before our one when the job's key-value store is lost."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for logger, beginning, devices in NOISE:
         if device in devices:
             logging.getLogger(logger).addFilter(_Without(beginning))

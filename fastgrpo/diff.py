@@ -41,9 +41,15 @@ WIDTH = 44  # of a value; a longer one is cut
 CONTEXT = 12  # characters before the first that differs
 
 
+USAGE = "usage: python -m fastgrpo.diff RUN_A RUN_B"
+
+
 def main(argv: Sequence[str]) -> int:
-    if len(argv) != 2 or {"-h", "--help"} & set(argv):
-        print("usage: python -m fastgrpo.diff RUN_A RUN_B", file=sys.stderr)
+    if {"-h", "--help"} & set(argv):
+        print(f"{USAGE}\n\n{__doc__}")
+        return 0
+    if len(argv) != 2:
+        print(f"{USAGE}\n--help says what is compared", file=sys.stderr)
         return 2
     try:
         lines = differences(*(last_start(Path(run)) for run in argv))

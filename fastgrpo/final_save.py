@@ -1,6 +1,8 @@
-"""The trained model at the end of a run: room for it is looked at before training, and waited for after.
+"""The trained model at the end of a run: room for it is looked at before training, and waited for after. Room for
+a checkpoint is looked at there, too.
 
-    before the first step   free < size?  -->  ConfigError: nothing is lost yet
+    before the first step   free < size?  -->  ConfigError: nothing is lost yet; of a checkpoint's a warning: room may
+                                               be made, and a save that fails ends no run
     after the last          saved?  -- no -->  said; every RETRY_S again, for WAIT_FOR_ROOM_S, unless told to stop
                                                then RunError
 
@@ -18,8 +20,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.checkpoint import save_trained, trained_bytes
+from fastgrpo.checkpoint import room, save_trained, trained_bytes
 from fastgrpo.checkpoint.disk import free_bytes
+from fastgrpo.checkpoint.places import Places
+from fastgrpo.checkpoint.tensors import local, trained_parameters
 from fastgrpo.config import TrainerConfig
 from fastgrpo.errors import ConfigError, RunError
 from fastgrpo.mesh import Mesh
@@ -45,6 +49,20 @@ def check_room(policy: Policy, mesh: Mesh, trainer: TrainerConfig) -> None:
             f"trainer.save_final: the trained model takes {needed / _GIB:.3g} GiB and {free / _GIB:.3g} GiB are free "
             f"in {place}; free some, set trainer.run_dir elsewhere, or trainer.save_final=false"
         )
+
+
+def warn_without_room(policy: Policy, mesh: Mesh, trainer: TrainerConfig, places: Places, folder: Path) -> None:
+    """A collective. Says so where the disks of `folder`, the run's checkpoints, have no room for the first one."""
+    if trainer.save_freq <= 0 or trainer.val_only:
+        return
+    state = 3 * sum(local(master).nbytes for _, master in trained_parameters(policy.module))  # and Adam's two moments
+    free = free_bytes(existing_part(folder)) if places.leads(mesh.rank) else None
+    shares = mesh.gather(room.Share(None, state, free, None))
+    if mesh.is_main:
+        try:
+            room.check_room(folder / "step", shares, places, shares[0].free or 0, trained_bytes(policy))
+        except OSError as error:
+            log.warning("trainer.save_freq=%d, but NO CHECKPOINT WILL FIT as things are: %s", trainer.save_freq, error)
 
 
 def save_final(

@@ -31,7 +31,7 @@ from fastgrpo.checkpoint.places import find_places
 from fastgrpo.checkpoint.random_state import random_state
 from fastgrpo.config import RunConfig, to_document
 from fastgrpo.errors import RunError
-from fastgrpo.final_save import check_room
+from fastgrpo.final_save import check_room, warn_without_room
 from fastgrpo.history import REPORT, go_back
 from fastgrpo.provenance import describe_start
 from fastgrpo.report import Report
@@ -85,6 +85,7 @@ class Session:
         self._resumed_from = start.checkpoint if start.goes_on else None
         root = self.report.folder / CHECKPOINTS
         trainer, done = run.config.trainer, self._saved_at
+        warn_without_room(s.actor.policy, s.mesh, trainer, places, root)
         self._saver = Saver(
             root, s.actor.policy, s.actor.optimizer, s.tokenizer, s.mesh, trainer, places, complete=done
         )

@@ -42,7 +42,8 @@ WAITING_S = 3.0  # longer for a rank that waits for the others: the one they wai
 ASKED_SILENCE_S = 10.0  # of a neighbour, after a signal: torchrun kills what is left 30 s after a rank has died
 _LONGEST_S = 60.0  # for the thread to end this process; a store that answers nobody may hold it
 KILLED = (
-    "It was killed, has crashed or hangs: its last words, if any, are above (exit code -9: for want of memory, perhaps)"
+    "It was killed, has crashed or hangs: its last words, if any, are above (exit code -9: killed, by the kernel for "
+    "want of memory, or by the launcher because it did not end)"
 )
 WAY_ON = "nothing more is saved, and trainer.resume=auto goes on from the last checkpoint"
 _SHORT = 120  # characters of an error that other ranks repeat
@@ -209,7 +210,7 @@ class Watchdog:
             if self._mesh.world > 1 and seconds <= limit + WAITING_S and whereabouts.waits_for_others(frames):
                 continue
             place = whereabouts.describe(frames)
-            what = f"rank {self._mesh.rank} has been in stage {stage} for {seconds:.0f} s"
+            what = f"rank {self._mesh.rank} has been in stage {stage} for {_digits(seconds)} s"
             limited = f"; trainer.{option}={limit:g}"
             return f"{what}{limited}", f"{what}{f' ({place})' if place else ''}{limited}"
         return None, None
@@ -248,6 +249,11 @@ class Watchdog:
         _briefly(lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os.write(2, f"fastgrpo: rank {self._mesh.rank}: {why}\n".encode())
         os._exit(ENDED)
+
+
+def _digits(seconds: float) -> str:
+    """Two digits at least: 0.52, 4.1, 2000."""
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _write(folder: Path, name: str, text: str) -> None:

@@ -141,7 +141,8 @@ def _told(choice: _Choice, folder: Path, asked: _Asked) -> tuple[str, ...]:
         return (*choice.said, what, *doubts(manifest, asked.identity))
     place = f", in {folder}" if choice.folder is None else ""
     never = "; trainer.resume=never starts a new run" if trainer.resume == "auto" else ""
-    after = f"after step {manifest.step} of {asked.total_steps}, saved by {manifest.world} ranks"
+    ranks = "1 rank" if manifest.world == 1 else f"{manifest.world} ranks"
+    after = f"after step {manifest.step} of {asked.total_steps}, saved by {ranks}"
     return (*choice.said, f"resuming {source} {after}{place}{never}")
 
 

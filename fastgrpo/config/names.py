@@ -182,8 +182,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     by_likeness = sorted(set(known), key=lambda candidate: SequenceMatcher(None, candidate, key).ratio(), reverse=True)
     same_leaf = [candidate for candidate in by_likeness if candidate.rpartition(".")[2] == leaf]
     near_leaf = [c for c in by_likeness if get_close_matches(leaf, [c.rpartition(".")[2]], cutoff=0.8)]
-    near = get_close_matches(key, by_likeness, n=3, cutoff=0.6)
-    proposals = list(dict.fromkeys([*same_leaf, *near_leaf, *near]))[:3]
+    near = get_close_matches(key, by_likeness, n=3, cutoff=0.6)  # may share the section alone
+    proposals = list(dict.fromkeys([*same_leaf, *near_leaf]))[:3] or near
     if proposals:
         return f"unknown key {key}: did you mean {' or '.join(proposals)}?"
     return f"unknown key {key}: fastgrpo/config/schema.py holds every key"

@@ -138,13 +138,13 @@ def _tasks(source: Source, name: str, data: DataConfig, split: Split) -> list[_T
 
 def _prompt_and_reference(row: Row, source: Source, data: DataConfig, where: str) -> tuple[Any, str | None]:
     """The prompt, a text or a list of messages, and the right answer."""
-    prompt = None if source.template else _column(row, source.prompt_key, "data.prompt_key", where)
+    prompt = None if source.template else _column(row, source, source.prompt_key, "data.prompt_key", where)
     right = None
     if source.reference_key is not None:
-        right = _column(row, source.reference_key, "data.reference_key", where)
+        right = _column(row, source, source.reference_key, "data.reference_key", where)
     lines, places = "", {}
     if source.choices_key is not None:
-        lines, right = letter_choices(_column(row, source.choices_key, "data.choices_key", where), right, where)
+        lines, right = letter_choices(_column(row, source, source.choices_key, "data.choices_key", where), right, where)
         places = {CHOICES: lines}
     if source.template is not None:
         return fill_template(source.template, row, places, where), _as_text(right)
@@ -153,14 +153,27 @@ def _prompt_and_reference(row: Row, source: Source, data: DataConfig, where: str
     return f"{prompt}\n{lines}" if lines else prompt, _as_text(right)
 
 
-def _column(row: Row, key: str, option: str, where: str) -> Any:
+def _column(row: Row, source: Source, key: str, option: str, where: str) -> Any:
     try:
         return lookup(row, key)
     except KeyError:
+        if having := sum(_has(other, key) for other in source.rows):
+            raise UserError(
+                f"{where}: no column `{key}` ({option}), which {having} of the {len(source.rows)} rows have; the "
+                f"columns there are {columns(row)}: complete the row, or leave it out"
+            ) from None
         none = " (or null: no references)" if option == "data.reference_key" else ""
         raise UserError(
             f"{where}: no column `{key}`; the columns there are {columns(row)}: set {option} to one of them{none}"
         ) from None
+
+
+def _has(row: Row, key: str) -> bool:
+    try:
+        lookup(row, key)
+    except KeyError:
+        return False
+    return True
 
 
 def _as_text(value: Any) -> str | None:

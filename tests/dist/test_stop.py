@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,17 @@ def test_a_model_that_will_not_fit_is_refused_before_training(
     run = runs.start(1, document(tmp_path, tiny_model), faults="no_room_for_the_model")
     assert run.wait() == [2]
     assert "trainer.save_final: the trained model takes 0.00" in run.output() and list(tmp_path.iterdir()) == []
-    runs.start(1, document(tmp_path, tiny_model, trainer__save_final=False), faults="no_room_for_the_model").finish()
+    said = "trainer.save_freq=1, but NO CHECKPOINT WILL FIT as things are: a checkpoint takes "
+    assert said not in run.output()
+    run = runs.start(1, document(tmp_path, tiny_model, trainer__save_final=False), faults="no_room_for_the_model")
+    run.finish()
+    [line] = [line for line in run.output().splitlines() if said in line]
+    [folder] = tmp_path.iterdir()
+    figures = re.search(r"takes (\S+) GiB and (\S+) GiB are free in (\S+);", line)
+    assert figures and figures[3] == str(folder / "checkpoints")
+    written = sum(path.stat().st_size for path in (folder / "checkpoints" / "step_000001").rglob("*") if path.is_file())
+    assert float(figures[1]) * (1 << 30) == pytest.approx(written, rel=0.1)  # headers and json are not foreseen
+    assert float(figures[2]) == pytest.approx(100_000 / (1 << 30), rel=0.01)
 
 
 @pytest.mark.slow
@@ -264,7 +275,9 @@ def test_a_mistake_in_a_reward_in_the_middle_of_a_run_saves_first(
     said = f"stopped by the mistake above after step 2; trainer.resume=auto goes on from here: {run}"
     assert said in stopped.output() and "Traceback" not in stopped.output()
     assert checkpoints(run) == ["latest", "step_000002"]
-    runs.start(ranks, configured).finish()
+    resumed = runs.start(ranks, configured)
+    resumed.finish()
+    assert f"after step 2 of 4, saved by {ranks} rank{'s' * (ranks > 1)}" in resumed.output()
     [right] = (tmp_path / "whole").iterdir()
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4]
     assert [row["actor/loss"] for row in rows(run)] == [row["actor/loss"] for row in rows(right)]

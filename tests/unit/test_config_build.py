@@ -114,6 +114,7 @@ def test_wrong_types(document: dict[str, Any], message: str) -> None:
         ({"rollout": {"temprature": 1}}, "unknown key rollout.temprature: did you mean rollout.temperature "),
         ({"trainer": {"lr": 1}}, "unknown key trainer.lr: did you mean actor.optim.lr"),
         ({"lr": 1}, "unknown key lr: did you mean actor.optim.lr"),
+        ({"trainer": {"max_step": 3}}, "unknown key trainer.max_step: did you mean trainer.max_steps?"),
         ({"ppo_mini_batch_size": 1}, "unknown key ppo_mini_batch_size: did you mean actor.ppo_mini_batch_size"),
         (
             {"reward": {"functions": {"a": {"patth": "x"}}}},

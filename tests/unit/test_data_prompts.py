@@ -344,6 +344,13 @@ def test_missing_column_names_file_key_columns_and_option(tmp_path: Path) -> Non
     assert "no column `note.x`" in refusal(file, prompt_key="question", reference_key="note.x")
 
 
+def test_a_row_that_lacks_what_others_have(tmp_path: Path) -> None:
+    rows = [{"prompt": "hi", "reference": "7"}] * 3 + [{"promt": "hi", "reference": "7"}]
+    said = refusal(write_lines(tmp_path / "a.jsonl", rows))
+    assert "a.jsonl row 3: no column `prompt` (data.prompt_key), which 3 of the 4 rows have; the columns there" in said
+    assert said.endswith("are promt, reference: complete the row, or leave it out")
+
+
 def test_missing_files_say_where_they_were_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = refusal("nowhere/a.jsonl")
@@ -380,7 +387,8 @@ def test_prompts_from_python() -> None:
         prompts_from_python("hello", toy_tokenizer(), data)
     with pytest.raises(UserError, match="is one prompt"):
         prompts_from_python({"q": "hi"}, toy_tokenizer(), data)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UserError, match="prompts row 1: no column `q`; the columns there are prompt"):
+    said = r"prompts row 1: no column `q` \(data.prompt_key\), which 1 of the 2 rows have; the columns there"
+    with pytest.raises(UserError, match=said):
         prompts_from_python(["hi", {"prompt": "hi"}], toy_tokenizer(), data)
 
 

@@ -114,5 +114,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert diff.main([str(tmp_path / "a"), str(tmp_path / "c")]) == 2
     assert "starts.jsonl cannot be read" in capsys.readouterr().err
     assert diff.main([]) == 2
+    assert capsys.readouterr().err == "usage: python -m fastgrpo.diff RUN_A RUN_B\n--help says what is compared\n"
+    assert diff.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.startswith("usage: python -m fastgrpo.diff RUN_A RUN_B\n") and "Exit status as diff's: 0 the same" in told
+    )
     with pytest.raises(UserError, match=r"is .* a run folder"):
         last_start(tmp_path)

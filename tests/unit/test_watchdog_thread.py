@@ -64,3 +64,10 @@ def test_where_a_stage_hangs_is_said_once(monkeypatch: pytest.MonkeyPatch, capfd
     assert told == "rank 0 has been in stage reward for 2000 s; trainer.limits_s.reward=1800"
     assert said.count("compute_score at samples") == said.count("has been in stage") == 1
     assert said.endswith("for 2000 s (compute_score at samples 1, 2); trainer.limits_s.reward=1800; the run ends\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "digits"), [(0.00123, "0.0012"), (0.5, "0.5"), (4.12, "4.1"), (63.4, "63"), (2000.0, "2000")]
+)
+def test_seconds_have_digits_enough(seconds: float, digits: str) -> None:
+    assert watchdog._digits(seconds) == digits
