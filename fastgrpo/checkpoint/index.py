@@ -6,6 +6,7 @@ only the names that an index is made of are looked up. (The shards themselves DC
 
 from __future__ import annotations
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,17 @@ _NEEDED = {
 }
 
 
+def _member(kind: Any, name: str) -> enum.Enum:
+    """In place of getattr, by which Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks {kind!r} for {name}, no member of an enumeration; it was not loaded")
+    return kind.__members__[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
         if global_name not in _NEEDED.get(module_name, ()):
             raise pickle.UnpicklingError(
                 f"it names {module_name}.{global_name}, which no index of a checkpoint needs; it was not loaded"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from fastgrpo import RunConfig, Trainer
 from fastgrpo.checkpoint.index import read_index
@@ -46,6 +47,37 @@ def test_an_index_runs_no_code(wrap: Callable[[Any], Any], tmp_path: Path) -> No
     (tmp_path / ".metadata").write_bytes(pickle.dumps({}))
     with pytest.raises(pickle.UnpicklingError, match="holds a dict, no index"):
         read_index(tmp_path)
+
+
+class ByGetattr:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_are_read_as_every_python_writes_them(tmp_path: Path) -> None:
+    for member in _MEM_FORMAT_ENCODING:
+        assert read_pickled(tmp_path, ByGetattr(_MEM_FORMAT_ENCODING, member.name)) is member
+        assert read_pickled(tmp_path, member) is member
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "numel")],
+)
+def test_nothing_else_is_reached_through_getattr(tmp_path: Path, owner: Any, name: str) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=f"for {name}, no member of an enumeration; it was not loaded"):
+        read_pickled(tmp_path, ByGetattr(owner, name))
+
+
+def read_pickled(folder: Path, value: Any) -> Any:
+    """`value` as a part of an index, written and read."""
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=value)))
+    return read_index(folder).planner_data
 
 
 @pytest.mark.filterwarnings("ignore")
