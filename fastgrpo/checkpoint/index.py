@@ -32,7 +32,7 @@ _NEEDED = {
 }
 
 
-def _member(kind: Any, name: str) -> enum.Enum:
+def _member(kind: Any, name: str) -> Any:
     """In place of getattr, by which Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
     if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
         raise pickle.UnpicklingError(f"it asks {kind!r} for {name}, no member of an enumeration; it was not loaded")
