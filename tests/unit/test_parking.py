@@ -259,7 +259,7 @@ def test_a_save_waits_for_what_is_on_its_way() -> None:
     run: Any = SimpleNamespace(stages=stages, steps_done=2, config=RunConfig(), watchdog=watchdog)
     session: Any = Session(run)
     session._noted, session._saver = ({}, None), SimpleNamespace(save=called("save"))
-    session.report = SimpleNamespace(value_at=lambda *of: None, flush=called("flush"))
+    session.report = SimpleNamespace(value_at=lambda *of: None, flush=called("flush"), state=dict)
     session._save()
     assert calls == ["flush", "settle", "save"]
 
