@@ -67,5 +67,6 @@ def test_nothing_grows(steps: int, make_tiny_model: Any, tmp_path: Path, monkeyp
     for index, name in enumerate(("memory", "open files", "threads", "children")):
         slack = 8 * MIB if index == 0 else 0
         assert min(row[index] for row in last) <= min(row[index] for row in warm) + slack, name  # without a save's own
-    assert after[2:] == before[2:], own_threads()  # the watchdog, the saver and the reward workers are gone
+    # The watchdog, the saver and the reward workers are gone; a process that an earlier test ended may go meanwhile.
+    assert after[2] == before[2] and after[3] <= before[3], (before, after, own_threads())
     assert after[1] <= before[1] + 12  # two groups of a process group that stays (4 each), fonts, a selector
