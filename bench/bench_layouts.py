@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import torch
 import layout_parity
 import step_ours
 from bench_step import MADE, REFERENCE, SMOKE
-from children import reporter, run_child, start_words
+from children import keeping, reporter, run_child, start_words
 from cli import Ending, at_least, command, known_shape, make_parser, no_gpu, positive_int, positive_number, warm_up_of
 from fastgrpo.compose import read_config
 from fastgrpo.config import RunConfig, check
@@ -97,12 +97,7 @@ def main(arguments: list[str]) -> int:
         return no_gpu("bench_layouts.py compares GPUs", "--smoke tries it on CPU processes")
     out = out_file(args, "layouts")
     rows = Rows(out, provenance(args.commit), key=("what", "layout", "workload"))
-    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
-        ending.listen()
-        failed = run_all(args, rows, args.models or Path(folder), ending)
-        if out.exists():
-            print(render(out), flush=True)
-    return ending.status or (1 if failed else 0)
+    return keeping(partial(run_all, args, rows), args.models, out, render)
 
 
 def jobs(args: argparse.Namespace) -> list[tuple[str, ParallelLayout]]:

@@ -31,14 +31,14 @@ import argparse
 import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from children import reporter, run_child
+from children import keeping, reporter, run_child
 from cli import (
     Ending,
     at_least,
@@ -112,12 +112,7 @@ def main(arguments: list[str]) -> int:
     check_all(args)
     out = out_file(args, "step")
     rows = Rows(out, provenance(args.commit, PACKAGES))
-    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
-        ending.listen()
-        failed = run_all(args, rows, args.models or Path(folder), ending)
-        if out.exists():
-            print(render(out), flush=True)
-    return ending.status or (1 if failed else 0)
+    return keeping(partial(run_all, args, rows), args.models, out, render)
 
 
 def jobs(args: argparse.Namespace) -> list[tuple[str, str]]:

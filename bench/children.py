@@ -18,6 +18,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,6 +63,19 @@ def run_child(
     if not steps:
         return {"error": error} | seconds
     return found | {"error": so_far(error, steps, asked, "steps")} | seconds
+
+
+def keeping(
+    measure: Callable[[Path, Ending], bool], models: Path | None, out: Path, render: Callable[[Path], str]
+) -> int:
+    """The exit status of a benchmark: `measure(folder of models, ending)` puts rows into `out` and says whether any
+    failed; what there is at the end is shown. Without `models` they are made in a folder that goes."""
+    with Ending() as ending, tempfile.TemporaryDirectory() as folder:
+        ending.listen()
+        failed = measure(models or Path(folder), ending)
+        if out.exists():
+            print(render(out), flush=True)
+    return ending.status or (1 if failed else 0)
 
 
 def wait(

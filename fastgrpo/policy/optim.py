@@ -79,8 +79,3 @@ def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     first step."""
     states = (optimizer.state.get(parameter, {}) for group in optimizer.param_groups for parameter in group["params"])
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-
-def training_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Masters, then moments: all that sleeps while the engine generates."""
-    return [*masters(optimizer), *moments(optimizer)]

@@ -24,6 +24,7 @@ from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor, uses_reference
 from fastgrpo.policy.lora import is_adapter
 from fastgrpo.policy.model import Policy, build_policy
+from fastgrpo.policy.optim import masters, moments
 from fastgrpo.policy.weights import local_rows
 from fastgrpo.records import Rollout
 
@@ -209,3 +210,8 @@ def parity_config() -> RunConfig:
     config.actor.optim.lr = 1e-3
     config.actor.optim.eps = 1e-4  # Adam's own 1e-8 would blow gradients that are all rounding up to full steps
     return config
+
+
+def training_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Masters, then moments."""
+    return [*masters(optimizer), *moments(optimizer)]

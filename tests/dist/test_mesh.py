@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_rollouts, mini_batches_of, policy_of, share_of
+from cases import make_rollouts, mini_batches_of, policy_of, share_of, training_state
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +22,7 @@ from fastgrpo.errors import UserError
 from fastgrpo.mesh import build_mesh, consecutive_groups, engine_slice, require_backends
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor
-from fastgrpo.policy.optim import apply_update, build_adamw, training_state
+from fastgrpo.policy.optim import apply_update, build_adamw
 
 
 @pytest.mark.parametrize(

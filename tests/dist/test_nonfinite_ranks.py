@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import make_rollouts, mini_batches_of, policy_of, share_of
+from cases import make_rollouts, mini_batches_of, policy_of, share_of, training_state
 from small_runs import document
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -23,7 +23,7 @@ from fastgrpo.metrics import Sums
 from fastgrpo.policy import head
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.nonfinite import BadUpdate
-from fastgrpo.policy.optim import apply_update, build_adamw, training_state
+from fastgrpo.policy.optim import apply_update, build_adamw
 
 
 def everything_in(checkpoint: Path) -> dict[str, torch.Tensor]:

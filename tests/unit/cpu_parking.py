@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cases import training_state
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from fastgrpo.policy.optim import training_state
 from fastgrpo.policy.parking import HostParking
 
 

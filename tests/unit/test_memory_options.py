@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import full_weights, make_rollouts, mini_batches_of, one_batch, one_process, policy_of, share_of
+from cases import (
+    full_weights,
+    make_rollouts,
+    mini_batches_of,
+    one_batch,
+    one_process,
+    policy_of,
+    share_of,
+    training_state,
+)
 from cpu_parking import CpuParking, is_there, overwrite_freed_memory
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -35,7 +44,6 @@ from fastgrpo.plan.settle import OPTIONS
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.mlp_slices import SlicedMLP
 from fastgrpo.policy.model import blocks
-from fastgrpo.policy.optim import training_state
 from fastgrpo.policy.weights import full_tensors
 from fastgrpo.records import StepRecord
 from fastgrpo.rollout.hf import HfEngine

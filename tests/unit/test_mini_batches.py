@@ -6,7 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import GradientReader, full_weights, make_rollouts, mini_batches_of, parity_config, policy_of, share_of
+from cases import (
+    GradientReader,
+    full_weights,
+    make_rollouts,
+    mini_batches_of,
+    parity_config,
+    policy_of,
+    share_of,
+    training_state,
+)
 
 from fastgrpo.algorithm.losses import LossConfig
 from fastgrpo.algorithm.mismatch import Correction
@@ -17,7 +26,6 @@ from fastgrpo.config import RunConfig
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.actor import Actor, loss_config
 from fastgrpo.policy.head import FUSED_LOSSES, GrpoHead, OutputLayer, score_head
-from fastgrpo.policy.optim import training_state
 
 ALONE = Share(1, 0, 1, 0, 60, None, float, 0)
 OPTIONS = {"keep_zero_advantage": True, "loss_agg_mode": "token-mean", "max_response_length": 20}

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from cases import training_state
 from torch import nn
 
 from fastgrpo.config import OptimConfig
-from fastgrpo.policy.optim import apply_update, build_adamw, global_norm, learning_rate, training_state
+from fastgrpo.policy.optim import apply_update, build_adamw, global_norm, learning_rate
 
 
 def rates(updates, total, **options):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import full_weights, make_rollouts, mini_batches_of, one_process, policy_of, share_of
+from cases import full_weights, make_rollouts, mini_batches_of, one_process, policy_of, share_of, training_state
 from cpu_parking import CpuParking, local, overwrite_freed_memory, there
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from fastgrpo.mesh import Mesh
 from fastgrpo.metrics import Sums
 from fastgrpo.plan import with_option
 from fastgrpo.policy.actor import Actor
-from fastgrpo.policy.optim import apply_update, build_adamw, masters, moments, training_state
+from fastgrpo.policy.optim import apply_update, build_adamw, masters, moments
 from fastgrpo.policy.parking import HostParking
 from fastgrpo.session import Session
 from fastgrpo.stages import Stages

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mini_batches_of, share_of
+from cases import mini_batches_of, share_of, training_state
 from live_bytes import LiveBytes
 
 from fastgrpo.config import Dtype, Layout, RunConfig
@@ -26,7 +26,6 @@ from fastgrpo.plan.settle import given
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.lora import Lora
 from fastgrpo.policy.model import build_policy
-from fastgrpo.policy.optim import training_state
 from fastgrpo.records import Rollout
 
 TOKENS, PROMPT = 1024, 4  # of a micro-batch; sequences of 128 tokens as packed
