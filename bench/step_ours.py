@@ -60,6 +60,7 @@ def about_run(trainer: Trainer, overrides: Sequence[str]) -> dict[str, Any]:
             "gradient_checkpointing": settled.actor.gradient_checkpointing,
             "head_chunk_gib": settled.actor.head_chunk_gib,
             "offload_policy": settled.actor.fsdp.offload_policy,
+            "offload_optimizer": settled.actor.fsdp.offload_optimizer,
             "offload_during_rollout": settled.actor.fsdp.offload_during_rollout,
             "kv_cache_gib": settled.rollout.kv_cache_gib,
             "overrides": list(overrides),

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fastgrpo.checkpoint.checksum import write_checksums
 from fastgrpo.checkpoint.index import read_index
+from fastgrpo.policy.host_adamw import new_moment
 
 _READ_BYTES = 1 << 30  # full tensors that are read back at a time
 
@@ -139,7 +140,7 @@ def restore_tensors(folder: Path, module: nn.Module, optimizer: torch.optim.Opti
             assert isinstance(entry, TensorStorageMetadata)
             whole = tuple(entry.size) == tuple(parameter.shape) and parameter.ndim > 0
             optimizer.state[parameter][key] = (
-                torch.zeros_like(parameter, dtype=entry.properties.dtype)
+                new_moment(optimizer, parameter, entry.properties.dtype)
                 if whole
                 else torch.zeros(entry.size, dtype=entry.properties.dtype, device=parameter.device)
             )

@@ -131,11 +131,16 @@ def hf_engine_has_no_tensor_parallelism(c: RunConfig, layout: Layout) -> Iterato
 
 
 def one_kind_of_offload(c: RunConfig, layout: Layout) -> Iterator[str]:
-    if c.actor.fsdp.offload_policy and c.actor.fsdp.offload_during_rollout:
-        yield (
-            "actor.fsdp.offload_policy=true keeps the trainer's state in host memory already; "
-            "set actor.fsdp.offload_during_rollout=false"
-        )
+    fsdp = c.actor.fsdp
+    for name, on in {
+        "offload_optimizer": fsdp.offload_optimizer,
+        "offload_during_rollout": fsdp.offload_during_rollout,
+    }.items():
+        if fsdp.offload_policy and on:
+            yield (
+                "actor.fsdp.offload_policy=true keeps the trainer's state in host memory already; "
+                f"set actor.fsdp.{name}=false"
+            )
 
 
 def offload_has_something_to_offload(c: RunConfig, layout: Layout) -> Iterator[str]:

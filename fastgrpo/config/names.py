@@ -73,7 +73,7 @@ VERL = {
     "actor_rollout_ref.actor.optim.betas": "actor.optim.beta1 and actor.optim.beta2",
     "actor_rollout_ref.actor.optim.clip_grad": "actor.grad_clip",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "actor.fsdp.offload_during_rollout",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.fsdp.offload_during_rollout",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.fsdp.offload_optimizer",
     "actor_rollout_ref.actor.fsdp_config.offload_policy": "actor.fsdp.offload_policy",
     "actor_rollout_ref.actor.fsdp_config.reshard_after_forward": "actor.fsdp.reshard_after_forward",
     "actor_rollout_ref.actor.fsdp_config.fsdp_size": "actor.fsdp.replicas (= ranks / fsdp_size)",

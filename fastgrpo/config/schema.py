@@ -156,6 +156,7 @@ class FsdpConfig:
     reshard_after_forward: bool | None = None  # free a block's full weights between its forward and its backward
     replicas: int = 1  # HSDP: shards are kept inside world / replicas ranks and replicated over the replicas
     offload_policy: bool | None = None  # FSDP2's CPU offload: masters, gradients and optimizer live in host memory
+    offload_optimizer: bool | None = None  # AdamW's moments live in host memory and visit the device for their update
     offload_during_rollout: bool | None = None  # move masters and optimizer to host memory while the engine generates
 
 

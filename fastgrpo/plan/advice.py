@@ -24,6 +24,7 @@ _WORTH_IT = 0.1  # of the GPU: what a change must free when memory ran out altho
 _OFFLOADS = (
     "actor.activation_offload",
     "actor.fsdp.offload_policy",
+    "actor.fsdp.offload_optimizer",
     "actor.fsdp.offload_during_rollout",
     "ref.offload_policy",
 )
@@ -94,9 +95,10 @@ def _of_the_trainer(config: RunConfig, plan: Plan) -> Iterator[Option]:
     actor, fsdp = config.actor, config.actor.fsdp  # what they state, not what the plan chose around it
     if actor.gradient_checkpointing != 0:
         yield "actor.activation_offload", True, SAME_NUMBERS
-    if not fsdp.offload_during_rollout:
+    if not (fsdp.offload_optimizer or fsdp.offload_during_rollout):
         yield "actor.fsdp.offload_policy", True, SAME_NUMBERS
     if not fsdp.offload_policy:
+        yield "actor.fsdp.offload_optimizer", True, SAME_NUMBERS
         yield "actor.fsdp.offload_during_rollout", True, SAME_NUMBERS
     # What is stated as on fills the host, and the one kind of offload keeps the plan from choosing the other.
     for key in _OFFLOADS:

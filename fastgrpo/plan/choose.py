@@ -118,13 +118,14 @@ def candidates(job: Job, given: Mapping[str, Any]) -> Iterator[Settings]:
         "mlp_slices": (1, k.MLP_SLICES),
         "reshard_after_forward": (False, True),
         "offload_policy": (False, True),
+        "offload_optimizer": (False, True),
         "offload_during_rollout": (False, True),
         "ref_offload_policy": (False, True) if job.reference else (False,),
     }
     choices = [(given[name],) if name in given else values for name, values in open_choices.items()]
     for values in product(*choices):
         settings = Settings(**dict(zip(open_choices, values, strict=True)))
-        if settings.offload_policy and settings.offload_during_rollout:
+        if settings.offload_policy and (settings.offload_optimizer or settings.offload_during_rollout):
             continue
         if settings.activation_offload and not settings.gradient_checkpointing:
             continue
@@ -152,6 +153,7 @@ def cost(plan: Plan) -> float:
         - 1e-6 * (s.reshard_after_forward and job.shard == 1)  # alone it costs nothing: then it may save memory
         + k.COST_ACTIVATION_OFFLOAD * s.activation_offload
         + k.COST_CPU_OPTIMIZER * s.offload_policy
+        + k.COST_HOST_MOMENTS * s.offload_optimizer
         + k.COST_PARK * s.offload_during_rollout
         + k.COST_REF_OFFLOAD * s.ref_offload_policy
         + per_micro_batch / row_tokens(job, s)

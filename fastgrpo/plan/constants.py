@@ -12,6 +12,8 @@ MIB = 1 << 20
 
 MASTER = 4  # bytes of a parameter: masters, gradients and both AdamW moments are float32 (policy/model.py, optim.py)
 ADAMW_STATES = 2
+ADAMW_VISIT = 256 * MIB  # moments that visit the device together with offload_optimizer (policy/host_adamw.py)
+ADAMW_VISITS = 3  # at the same time: one arrives, one is stepped, one leaves
 REDUCED = 4  # bytes of a gradient on its way through the reduce-scatter (reduce_dtype float32)
 MERGING = 12  # bytes of a merged weight: float32 of the base and of the sum, the noise of its rounding (policy/lora.py)
 # Whole blocks that live at once with reshard_after_forward. One rank copies its shard, and that is all; with several
@@ -58,6 +60,7 @@ COST_RECOMPUTE = 1 / 3  # of all blocks: forward, forward again, backward (2 for
 COST_GATHER_AGAIN = 0.03  # a second all-gather of each block, mostly hidden
 COST_ACTIVATION_OFFLOAD = 0.10
 COST_PARK = 0.10  # 12 bytes a parameter over PCIe, twice a step
+COST_HOST_MOMENTS = 0.05  # 8 bytes a parameter over PCIe both ways at once, an update
 COST_CPU_OPTIMIZER = 0.3  # AdamW on the CPU
 # And in each micro-batch 20 bytes a parameter over PCIe and through host memory (weights twice, gradients once and
 # added there), at 25 GB/s as long as 6 FLOP a parameter for 10,000 tokens at 75 TFLOP/s.

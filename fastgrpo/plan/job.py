@@ -34,6 +34,7 @@ class Settings:
     mlp_slices: int
     reshard_after_forward: bool
     offload_policy: bool
+    offload_optimizer: bool
     offload_during_rollout: bool
     ref_offload_policy: bool
 

@@ -3,12 +3,13 @@
 Notation: P parameters, S ranks of a shard, c bytes of the compute dtype, U tokens of a rank's micro-batch, R of them
 through the head, H hidden, V vocabulary, I intermediate, q and k widths of queries and of keys (= values).
 
-Training is at its highest at one of four moments, and the plan is the largest of them:
+Training is at its highest at one of these moments, and the plan is the largest of them:
 
     head      end of the forward: every kept activation, and the buffers of the logits
     backward  one block's activations again, its gradients on their way through the reduce-scatter
     outer     the reduce-scatter of embedding and output layer, everything else gone
     scoring   a forward of the reference, without gradients
+    update    AdamW with offload_optimizer: its moments visit the device, those of embedding and output layer last
 
 All count what torch calls allocated. What lies outside of it (CUDA's context, NCCL, the sleeping engine) is
 `overhead`.
@@ -36,14 +37,14 @@ class Peak:
 
 
 def training_peak(job: Job, settings: Settings) -> Peak:
-    """The largest of the four moments."""
+    """The largest of the moments."""
     return max(training_moments(job, settings), key=lambda peak: peak.total)
 
 
 def training_moments(job: Job, settings: Settings) -> list[Peak]:
     """Every moment that the training phase of this job has."""
     state = [
-        ("masters and AdamW", trainer_state(job, settings)),
+        *trainer_state(job, settings),
         ("frozen weights", frozen_state(job, settings)),
         ("reference", reference_state(job, settings)),
     ]
@@ -53,14 +54,20 @@ def training_moments(job: Job, settings: Settings) -> list[Peak]:
         Peak("backward", (*with_gradients, *_at_backward(job, settings))),
         Peak("outer", (*with_gradients, ("gradients being reduced", _reduced(job, job.outer_trained)))),
     ]
+    if settings.offload_optimizer:
+        moments.append(Peak("update", (*with_gradients, ("AdamW's visits", _visits(job)))))
+        moments.append(Peak("last visit", (*state, *_at_last_visit(job))))
     if job.reference is not None:
         moments.append(Peak("scoring", (*state, *_at_scoring(job, settings, job.reference))))
     return moments
 
 
-def trainer_state(job: Job, settings: Settings) -> int:
-    """Masters and both moments of AdamW on the device, 12 P / S of what is trained."""
-    return 0 if settings.offload_policy else _sharded(job, k.MASTER * (1 + k.ADAMW_STATES) * job.trained)
+def trainer_state(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
+    """Masters and both moments of AdamW on the device, 12 P / S of what is trained; without the moments a third."""
+    master = k.MASTER * job.trained
+    if settings.offload_optimizer:
+        return (("masters", _sharded(job, master)),)
+    return (("masters and AdamW", 0 if settings.offload_policy else _sharded(job, (1 + k.ADAMW_STATES) * master)),)
 
 
 def frozen_state(job: Job, settings: Settings) -> int:
@@ -106,6 +113,18 @@ def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
         ("gradients being reduced", (c + k.REDUCED) * job.block_trained),  # its own, the block's before it
         ("head's gradient", 0 if job.lora_rank else c * model.head_parameters),
     )
+
+
+def _visits(job: Job) -> int:
+    """AdamW's moments on the device while blocks are stepped: what a visit has room for, or a matrix that has more."""
+    matrix = job.model.intermediate * job.model.hidden if not job.lora_rank else 0
+    return k.ADAMW_VISITS * max(k.ADAMW_VISIT, _sharded(job, k.MASTER * k.ADAMW_STATES * matrix))
+
+
+def _at_last_visit(job: Job) -> tuple[tuple[str, int], ...]:
+    """Embedding and output layer are stepped last, when the other gradients are gone."""
+    outer = _sharded(job, k.MASTER * job.outer_trained)
+    return (("gradients", outer), ("AdamW's visits", _visits(job) + k.ADAMW_STATES * outer))
 
 
 def _at_scoring(job: Job, settings: Settings, reference: ModelSizes) -> tuple[tuple[str, int], ...]:
@@ -262,7 +281,7 @@ def rollout_peak(job: Job, settings: Settings, kv_bytes: int) -> Peak:
     return Peak(
         "rollout",
         (
-            ("masters and AdamW", 0 if parked else trainer_state(job, settings)),
+            *((name, 0 if parked else size) for name, size in trainer_state(job, settings)),
             ("frozen weights", frozen_state(job, settings)),
             ("reference", reference_state(job, settings)),
             *_engine(job),
@@ -278,7 +297,7 @@ def sync_peak(job: Job, settings: Settings) -> Peak:
     return Peak(
         "sync",
         (
-            ("masters and AdamW", trainer_state(job, settings)),
+            *trainer_state(job, settings),
             ("frozen weights", frozen_state(job, settings)),
             ("reference", reference_state(job, settings)),
             *_engine(job),
@@ -307,12 +326,12 @@ def sequence_bytes(job: Job) -> int:
 
 
 def pinned_state(job: Job, settings: Settings) -> int:
-    """Masters, AdamW and, with offload_policy, gradients and frozen weights of a node's ranks, where they leave for its
-    host: no rounding. Pinned memory is never swapped."""
-    if not (settings.offload_policy or settings.offload_during_rollout):
-        return 0
-    state = k.MASTER * (1 + k.ADAMW_STATES + settings.offload_policy) * job.trained
-    state += job.compute_width * job.frozen if settings.offload_policy else 0
+    """Masters, AdamW's moments and, with offload_policy, gradients and frozen weights of a node's ranks, where they
+    leave for its host: no rounding. Pinned memory is never swapped."""
+    everything, parked = settings.offload_policy, settings.offload_during_rollout
+    masters, moments = everything or parked, everything or parked or settings.offload_optimizer
+    state = k.MASTER * (masters + k.ADAMW_STATES * moments + everything) * job.trained
+    state += job.compute_width * job.frozen if everything else 0
     return job.ranks_per_node * _sharded(job, state)
 
 

@@ -27,6 +27,7 @@ OPTIONS = {
     "mlp_slices": "actor.mlp_slices",
     "reshard_after_forward": "actor.fsdp.reshard_after_forward",
     "offload_policy": "actor.fsdp.offload_policy",
+    "offload_optimizer": "actor.fsdp.offload_optimizer",
     "offload_during_rollout": "actor.fsdp.offload_during_rollout",
     "ref_offload_policy": "ref.offload_policy",
 }
@@ -39,6 +40,7 @@ _ON_CPU: dict[str, Any] = {
     "actor.mlp_slices": 1,
     "actor.fsdp.reshard_after_forward": True,
     "actor.fsdp.offload_policy": False,
+    "actor.fsdp.offload_optimizer": False,
     "actor.fsdp.offload_during_rollout": False,
     "ref.offload_policy": False,
     "rollout.tensor_model_parallel_size": 1,
@@ -83,15 +85,15 @@ def settle_on_cpu(config: RunConfig) -> RunConfig:
 
 
 def given(config: RunConfig) -> dict[str, Any]:
-    """The fields of Settings that `config` decides itself. offload_policy and offload_during_rollout exclude each
-    other, so one that is on decides both."""
+    """The fields of Settings that `config` decides itself. offload_policy excludes offload_optimizer and
+    offload_during_rollout, so one that is on decides the others too."""
     values = {name: attrgetter(option)(config) for name, option in OPTIONS.items()}
     if values["head_chunk_bytes"] is not None:
         values["head_chunk_bytes"] = max(1, int(values["head_chunk_bytes"] * k.GIB))
     found = {name: value for name, value in values.items() if value is not None}
     if found.get("offload_policy"):
-        found.setdefault("offload_during_rollout", False)
-    if found.get("offload_during_rollout"):
+        found = {"offload_optimizer": False, "offload_during_rollout": False} | found
+    if found.get("offload_optimizer") or found.get("offload_during_rollout"):
         found.setdefault("offload_policy", False)
     if found.get("gradient_checkpointing") == 0:
         found.setdefault("activation_offload", False)

@@ -31,6 +31,7 @@ from fastgrpo.errors import RunError
 from fastgrpo.metrics import Sums
 from fastgrpo.policy.determinism import strictly
 from fastgrpo.policy.head import GrpoHead, KernelChoice, score_head
+from fastgrpo.policy.host_adamw import HostAdamW
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.nonfinite import BadUpdate, Pass, unhealthy
 from fastgrpo.policy.optim import apply_update, build_adamw, learning_rate, masters, moments
@@ -53,7 +54,8 @@ class Actor:
         self.policy = policy
         self.reference = reference
         self.version = 0
-        self.optimizer = build_adamw(policy.module.parameters(), config.actor.optim)
+        on_host = bool(config.actor.fsdp.offload_optimizer)
+        self.optimizer = build_adamw(policy.module.parameters(), config.actor.optim, on_host=on_host)
         self._config = config.actor
         self._deterministic = config.trainer.deterministic
         self._temperature = config.rollout.temperature
@@ -84,8 +86,10 @@ class Actor:
         self._parking.free()
 
     def settle(self) -> None:
-        """Before masters and optimizer state are read from outside: the optimizer's may still be on its way back."""
+        """Before masters and optimizer state are read from outside: the optimizer's may still be on its way."""
         self._parking.arrive()
+        if isinstance(self.optimizer, HostAdamW):
+            self.optimizer.settle()
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps besides masters and optimizer."""

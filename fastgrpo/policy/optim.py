@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastgrpo.config import OptimConfig, Schedule
+from fastgrpo.policy.host_adamw import HostAdamW
 
 
 def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float:
@@ -27,13 +28,14 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Of what is trained. No weight decay on vectors (norms, biases): they are not what decay is meant to shrink."""
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig, *, on_host: bool = False) -> torch.optim.AdamW:
+    """Of what is trained; `on_host`: with its moments in host memory. No weight decay on vectors (norms, biases): they
+    are not what decay is meant to shrink."""
     matrices, vectors = [], []
     for parameter in (parameter for parameter in parameters if parameter.requires_grad):
         (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    return (HostAdamW if on_host else torch.optim.AdamW)(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

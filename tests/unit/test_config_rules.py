@@ -325,6 +325,12 @@ BROKEN = [
         ["actor.fsdp.offload_policy=true", "set actor.fsdp.offload_during_rollout=false"],
     ),
     (
+        "one_kind_of_offload",
+        1,
+        {"actor.fsdp.offload_policy": True, "actor.fsdp.offload_optimizer": True},
+        ["actor.fsdp.offload_policy=true", "set actor.fsdp.offload_optimizer=false"],
+    ),
+    (
         "offload_has_something_to_offload",
         1,
         {"actor.activation_offload": True, "actor.gradient_checkpointing": 0},

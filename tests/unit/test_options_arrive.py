@@ -109,7 +109,7 @@ ELSEWHERE = {  # memory, speed, layout, limits: test_memory_options, test_plan_*
     *("actor.head_chunk_gib", "actor.use_liger", "actor.gradient_checkpointing", "actor.activation_offload"),
     "actor.use_torch_compile",
     *("actor.mlp_slices", "actor.fsdp.reshard_after_forward", "actor.fsdp.replicas", "actor.fsdp.offload_policy"),
-    *("actor.fsdp.offload_during_rollout", "rollout.val_kwargs.pass_score"),
+    *("actor.fsdp.offload_optimizer", "actor.fsdp.offload_during_rollout", "rollout.val_kwargs.pass_score"),
 }
 
 

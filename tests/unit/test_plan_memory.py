@@ -178,6 +178,7 @@ def settings(**changes: Any) -> Settings:
         mlp_slices=1,
         reshard_after_forward=True,
         offload_policy=False,
+        offload_optimizer=False,
         offload_during_rollout=False,
         ref_offload_policy=False,
     )
@@ -234,6 +235,24 @@ def test_training_state_is_sharded_and_offloaded() -> None:
     assert alone["masters and AdamW"] == 12 * P and alone["gathered weights"] == 2 * 20_010
     away = moment("head", job(), settings(offload_policy=True))
     assert away["masters and AdamW"] == away["gradients"] == 0
+    without_moments = moment("head", job(), settings(offload_optimizer=True))
+    assert without_moments == {"masters": 4 * P // 2} | {k: v for k, v in parts.items() if k != "masters and AdamW"}
+
+
+def test_adamws_moments_visit_the_device() -> None:
+    """Three visits of 256 MiB, or of the moments of one matrix; embedding and output layer when the other gradients are
+    gone."""
+    hosted = settings(offload_optimizer=True)
+    update = {"masters": 4 * P // 2, "frozen weights": 0, "reference": 0, "gradients": 4 * P // 2}
+    assert moment("update", job(), hosted) == update | {"AdamW's visits": 3 << 28}
+    last = update | {"gradients": 4 * 20_010 // 2, "AdamW's visits": (3 << 28) + 8 * 20_010 // 2}
+    assert moment("last visit", job(), hosted) == last
+    wide = job(model=replace(MODEL, intermediate=10**8))
+    assert moment("update", wide, hosted)["AdamW's visits"] == 3 * 8 * 10**9 // 2
+    names = {peak.moment for peak in training_moments(job(), settings())}
+    assert names & {"update", "last visit"} == set()
+    assert dict(rollout_peak(job(), hosted, 0).parts)["masters"] == 4 * P // 2
+    assert dict(sync_peak(job(), hosted).parts)["masters"] == 4 * P // 2
 
 
 def test_backward_and_outer_by_hand() -> None:
@@ -378,9 +397,13 @@ def test_a_sequence_takes_whole_blocks_of_cache() -> None:
 
 def test_pinned_state_is_that_of_a_nodes_ranks() -> None:
     assert pinned_state(job(), settings()) == 0
-    for option, width in (("offload_policy", 16), ("offload_during_rollout", 12)):
+    for option, width in (("offload_policy", 16), ("offload_optimizer", 8), ("offload_during_rollout", 12)):
         assert pinned_state(job(), settings(**{option: True})) == 2 * width * P // 2
         assert pinned_state(job(world=4, shard=4), settings(**{option: True})) == 2 * width * P // 4  # two nodes
+
+
+    both = settings(offload_optimizer=True, offload_during_rollout=True)
+    assert pinned_state(job(), both) == 2 * 12 * P // 2
 
 
 def test_host_by_hand() -> None:

@@ -41,7 +41,9 @@ def planned(experiment: str, shape: str, options: list[str]) -> Plan:
 
 
 def of_a_step(shape: str, settings: dict[str, Any]) -> Plan:
-    sections = {"kv_cache_gib": "rollout", "offload_policy": "actor.fsdp", "offload_during_rollout": "actor.fsdp"}
+    sections = {"kv_cache_gib": "rollout"} | {
+        name: "actor.fsdp" for name in ("offload_policy", "offload_optimizer", "offload_during_rollout")
+    }
     stated = {key: value for key, value in settings.items() if key != "overrides"}
     options = [f"{sections.get(key, 'actor')}.{key}={value}" for key, value in stated.items()]
     return planned("reference_step.yaml", shape, options)
