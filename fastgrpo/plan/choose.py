@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 from fastgrpo.plan import constants as k
@@ -104,8 +105,19 @@ def weigh(job: Job, settings: Settings, gpu_bytes: int) -> Plan:
 def choose(job: Job, given: Mapping[str, Any], gpu_bytes: int) -> Plan:
     """The cheapest fitting plan; where GPU and host do not both have room, the GPU comes first. `given`: fields of
     Settings that are not open."""
-    plans = [weigh(job, settings, gpu_bytes) for settings in candidates(job, given)]
-    return min(plans, key=lambda plan: (max(0, plan.shortfall), max(0, plan.short_of("host")), cost(plan)))
+    best: Plan | None = None
+    for price, settings in sorted(((price_of(job, s), s) for s in candidates(job, given)), key=itemgetter(0)):
+        if best is not None and best.fits and price >= cost(best):
+            break  # the cache can only add to it
+        plan = weigh(job, settings, gpu_bytes)
+        if best is None or _rank(plan) < _rank(best):
+            best = plan
+    assert best is not None
+    return best
+
+
+def _rank(plan: Plan) -> tuple[int, int, float]:
+    return max(0, plan.shortfall), max(0, plan.short_of("host")), cost(plan)
 
 
 def candidates(job: Job, given: Mapping[str, Any]) -> Iterator[Settings]:
@@ -140,10 +152,14 @@ def budgets(job: Job) -> tuple[int, ...]:
 
 
 def cost(plan: Plan) -> float:
-    """Time that the settings lose, in shares of the training phase."""
-    job, s = plan.job, plan.settings
+    """Time that a plan loses, in shares of the training phase: by its settings, and by a cache too small for a step."""
+    waves = max(1.0, plan.job.wanted_sequences / max(1, plan.sequences))
+    return price_of(plan.job, plan.settings) + k.COST_CACHE_HALVED * math.log2(waves)
+
+
+def price_of(job: Job, s: Settings) -> float:
+    """Of the settings alone."""
     recomputed = math.ceil(job.model.layers / s.gradient_checkpointing) if s.gradient_checkpointing else 0
-    waves = max(1.0, job.wanted_sequences / max(1, plan.sequences))
     per_micro_batch = k.COST_MICRO_BATCH_TOKENS + k.COST_GATHER_TOKENS * (job.shard > 1)
     per_micro_batch += k.COST_CPU_OFFLOAD_TOKENS * s.offload_policy
     return (
@@ -158,5 +174,4 @@ def cost(plan: Plan) -> float:
         + k.COST_REF_OFFLOAD * s.ref_offload_policy
         + per_micro_batch / row_tokens(job, s)
         + k.COST_CHUNK_HALVED * math.log2(k.HEAD_CHUNK_CUDA / s.head_chunk_bytes)
-        + k.COST_CACHE_HALVED * max(0.0, math.log2(waves))
     )

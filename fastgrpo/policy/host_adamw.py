@@ -23,16 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastgrpo.plan.constants import ADAMW_STATES, ADAMW_VISIT
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
+VISIT_BYTES = 256 << 20  # of moments at a time: enough for PCIe's full speed, little beside gradients and masters
 
 
 class HostAdamW(torch.optim.AdamW):
     """Takes torch.optim.AdamW's arguments. `state` holds the moments as tensors of the host, sharded as the parameters
     are: complete behind `settle`. On a CPU everything is on the host anyway, and the copies are made in its memory."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, visit_bytes: int = ADAMW_VISIT, **options: Any) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], *, visit_bytes: int = VISIT_BYTES, **options: Any) -> None:
         super().__init__(groups, **options)
         self._visit_bytes = visit_bytes
         self._inbound = self._outbound = _Lane(None)
@@ -84,7 +83,7 @@ def parts_of(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[n
     parts: list[list[nn.Parameter]] = []
     room = 0
     for parameter in sorted(parameters, key=lambda parameter: _local(parameter).numel()):
-        size = ADAMW_STATES * _local(parameter).nbytes
+        size = len(MOMENTS) * _local(parameter).nbytes
         if not parts or size > room:
             parts.append([])
             room = most_bytes

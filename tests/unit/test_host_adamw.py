@@ -1,5 +1,5 @@
-"""AdamW with its moments on the host: the numbers of AdamW to the last bit, where the moments are, how much of them is on
-the device at once, and that a checkpoint does not care. The same on a GPU, with its streams and its memory."""
+"""AdamW with its moments on the host: the numbers of AdamW to the last bit, where the moments are, how much of them is
+on the device at once, and that a checkpoint does not care. The same on a GPU, with its streams and its memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from cases import full_weights, make_rollouts, mini_batches_of, one_process, policy_of, share_of, training_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
@@ -25,9 +26,10 @@ from fastgrpo.checkpoint.tensors import (
 )
 from fastgrpo.config import OptimConfig, RunConfig
 from fastgrpo.metrics import Sums
+from fastgrpo.plan import constants as k
 from fastgrpo.plan import with_option
 from fastgrpo.policy.actor import Actor
-from fastgrpo.policy.host_adamw import MOMENTS, HostAdamW, parts_of
+from fastgrpo.policy.host_adamw import MOMENTS, VISIT_BYTES, HostAdamW, parts_of
 from fastgrpo.policy.optim import apply_update, build_adamw
 
 SIZES = ((64, 33), (7,), (16, 48), (1, 5), (300, 20), (33,))  # parameters of one small model
@@ -54,11 +56,9 @@ def stepped(optimizer: torch.optim.Optimizer, trained: list[nn.Parameter], step:
 def pair(device: str, visit_bytes: int) -> tuple[Any, list[nn.Parameter], HostAdamW, list[nn.Parameter]]:
     plain, hosted = parameters(device), parameters(device)
     usual = build_adamw(plain, OptimConfig())
-    optimizer = HostAdamW(
-        [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in
-         build_adamw(hosted, OptimConfig(), on_host=True).param_groups],
-        visit_bytes=visit_bytes, lr=1e-6, betas=(0.9, 0.999), eps=1e-8, fused=True,
-    )  # fmt: skip
+    optimizer = build_adamw(hosted, OptimConfig(), on_host=True)
+    assert isinstance(optimizer, HostAdamW)
+    optimizer._visit_bytes = visit_bytes
     return usual, plain, optimizer, hosted
 
 
@@ -97,6 +97,10 @@ def test_the_smallest_go_first_and_as_many_as_have_room() -> None:
     assert cut(8 * 44) == [[5, 7], [33], [768], [2112], [6000]]
     assert cut(8 * 3000) == [[5, 7, 33, 768, 2112], [6000]]
     assert cut(8 * 8925) == [[5, 7, 33, 768, 2112, 6000]] and parts_of([], 1) == []
+
+
+def test_the_plan_knows_the_sizes() -> None:
+    assert (VISIT_BYTES, len(MOMENTS)) == (k.ADAMW_VISIT, k.ADAMW_STATES)
 
 
 def test_three_visits_at_most_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +169,7 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def state_of(actor: Actor) -> list[Tensor]:
@@ -229,7 +233,9 @@ def test_on_cuda_an_actor_trains_alike(make_tiny_model: Callable[..., Path]) -> 
         for _ in range(3):
             assert train_usual().grad_norms == train_hosted().grad_norms
         hosted.settle()
-        for expected, parameter in zip(usual.policy.module.parameters(), hosted.policy.module.parameters(), strict=True):
+        for expected, parameter in zip(
+            usual.policy.module.parameters(), hosted.policy.module.parameters(), strict=True
+        ):
             for name in MOMENTS:
                 home = local(hosted.optimizer.state[parameter][name])
                 assert home.is_pinned() and torch.equal(home, local(usual.optimizer.state[expected][name]).cpu())

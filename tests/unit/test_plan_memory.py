@@ -401,7 +401,6 @@ def test_pinned_state_is_that_of_a_nodes_ranks() -> None:
         assert pinned_state(job(), settings(**{option: True})) == 2 * width * P // 2
         assert pinned_state(job(world=4, shard=4), settings(**{option: True})) == 2 * width * P // 4  # two nodes
 
-
     both = settings(offload_optimizer=True, offload_during_rollout=True)
     assert pinned_state(job(), both) == 2 * 12 * P // 2
 
