@@ -12,7 +12,8 @@ and measured GiB, and planned / measured.
 
     training   torch's allocations between two rollouts, the engine's own left out; the largest of the ranks and steps
     rollout    what the whole GPU holds when the last token is drawn
-    host       fall of the machine's available memory since the start, the largest seen (on a machine left alone)
+    host       fall of the machine's available memory since the start, the largest seen (on a machine left alone);
+               planned without a save, since none is made
 
 start_s is the time from the start of the process to the end of its first step. SIGTERM or Ctrl-C ends it at the end of
 a step, on all ranks: the peaks are those of the steps so far, `error` says how many ("ended by SIGTERM; 1 of 3 steps"),
@@ -41,6 +42,7 @@ from fastgrpo import Trainer, host_memory
 from fastgrpo.compose import read_config
 from fastgrpo.plan import Plan, with_option
 from fastgrpo.plan.constants import GIB
+from fastgrpo.plan.memory import SAVE
 from fastgrpo.plan.settle import DECIDED
 from fastgrpo.records import StepRecord
 from made_model import make_model, make_prompts, reward_of
@@ -153,14 +155,15 @@ def compare(plan: Plan | None, measured: dict[str, float | None]) -> list[dict[s
     planned = {} if plan is None else {"training": plan.training, "rollout": plan.rollout, "host": plan.host}
     rows = []
     for name, found in measured.items():
-        expected = planned[name].total / GIB if name in planned else None
+        parts = [(part, size) for part, size in planned[name].parts if part != SAVE] if name in planned else []
+        expected = sum(size for _, size in parts) / GIB if parts else None
         rows.append(
             {
                 "peak": name,
                 "planned_gib": _rounded(expected),
                 "measured_gib": _rounded(found),
                 "planned_over_measured": _rounded(expected / found) if expected and found else None,
-                "parts_gib": {part: _rounded(size / GIB) for part, size in planned[name].parts} if expected else None,
+                "parts_gib": {part: _rounded(size / GIB) for part, size in parts} if expected else None,
             }
         )
     return rows

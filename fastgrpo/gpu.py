@@ -20,8 +20,9 @@ from contextlib import contextmanager
 import torch
 
 from fastgrpo import console, host_memory
-from fastgrpo.config import Layout, RunConfig
+from fastgrpo.config import Layout, RunConfig, compute_dtype
 from fastgrpo.errors import UserError
+from fastgrpo.flops import peak_flops
 from fastgrpo.mesh import Mesh
 from fastgrpo.plan import (
     Plan,
@@ -68,7 +69,7 @@ def settle_memory(config: RunConfig, sizes: Sizes, layout: Layout, mesh: Mesh) -
     if mesh.device.type != "cuda":
         return settle_on_cpu(config), None
     gpu_bytes = min(mesh.gather(_usable(config, mesh.device)))
-    config = _as_installed(config)
+    config = _with_speed(_as_installed(config), mesh)
     config, host_total = _with_host(config, layout, mesh)
     settled, plan = settle(config, sizes, layout, gpu_bytes)
     pinned = pinned_state(plan.job, plan.settings)
@@ -88,6 +89,14 @@ def settle_memory(config: RunConfig, sizes: Sizes, layout: Layout, mesh: Mesh) -
 def _as_installed(config: RunConfig) -> RunConfig:
     missing = config.actor.use_liger and not liger.is_installed()
     return with_option(config, "actor.use_liger", False) if missing else config
+
+
+def _with_speed(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """`config` with trainer.peak_tflops, if that is open and the slowest rank's GPU is a known one."""
+    name, dtype = torch.cuda.get_device_name(mesh.device), compute_dtype(config.actor.dtype, mesh.device.type)
+    found = mesh.gather(peak_flops(name, config.trainer.peak_tflops, dtype))
+    known = [flops for flops in found if flops is not None]
+    return with_option(config, "trainer.peak_tflops", min(known) / 1e12) if len(known) == len(found) else config
 
 
 def _with_host(config: RunConfig, layout: Layout, mesh: Mesh) -> tuple[RunConfig, int | None]:

@@ -22,6 +22,11 @@ _VERSIONS = (
 )
 
 
+def pinned(size: int) -> int:
+    """Bytes that torch's pinned allocator takes for a tensor of `size` bytes: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Bytes."""

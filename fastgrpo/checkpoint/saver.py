@@ -56,7 +56,6 @@ from fastgrpo.policy.model import Policy
 log = logging.getLogger("fastgrpo")
 
 _GIB = 1 << 30
-PINNED_ROUNDING = 1.4  # torch's pinned allocator rounds up to a power of two: 4/3 on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +154,10 @@ class Saver:
 
     def _has_room(self) -> bool:
         """Whether this host can hold the copies of its ranks; the same on all ranks."""
-        size = sum(local(tensor).nbytes for tensor in training_tensors(self._policy.module, self._optimizer).values())
+        tensors = training_tensors(self._policy.module, self._optimizer).values()
+        size = sum(host_memory.pinned(local(tensor).nbytes) for tensor in tensors)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(self._mesh.world)))
-        room = all(self._mesh.gather(host_memory.fits(int(size * PINNED_ROUNDING), ranks)))
+        room = all(self._mesh.gather(host_memory.fits(size, ranks)))
         if not room and not self._said_no_room and self._mesh.is_main:
             log.warning(
                 "trainer.async_save: host memory has no room for a copy of masters and optimizer (%.3g GiB a rank): "

@@ -160,11 +160,13 @@ def cost(plan: Plan) -> float:
 def price_of(job: Job, s: Settings) -> float:
     """Of the settings alone."""
     recomputed = math.ceil(job.model.layers / s.gradient_checkpointing) if s.gradient_checkpointing else 0
+    recompute = k.COST_RECOMPUTE * recomputed / job.model.layers
+    recompute += k.COST_RECOMPUTE * (s.mlp_slices > 1) * job.model.mlp_parameters / job.model.block_parameters
     per_micro_batch = k.COST_MICRO_BATCH_TOKENS + k.COST_GATHER_TOKENS * (job.shard > 1)
     per_micro_batch += k.COST_CPU_OFFLOAD_TOKENS * s.offload_policy
     return (
-        k.COST_RECOMPUTE * recomputed / job.model.layers
-        + k.COST_RECOMPUTE * (s.mlp_slices > 1) * job.model.mlp_parameters / job.model.block_parameters
+        (1 + recompute) * max(1.0, launch_tokens(job, s) / row_tokens(job, s))
+        - 1
         + k.COST_GATHER_AGAIN * (s.reshard_after_forward and job.shard > 1)
         - 1e-6 * (s.reshard_after_forward and job.shard == 1)  # alone it costs nothing: then it may save memory
         + k.COST_ACTIVATION_OFFLOAD * s.activation_offload
@@ -175,3 +177,10 @@ def price_of(job: Job, s: Settings) -> float:
         + per_micro_batch / row_tokens(job, s)
         + k.COST_CHUNK_HALVED * math.log2(k.HEAD_CHUNK_CUDA / s.head_chunk_bytes)
     )
+
+
+def launch_tokens(job: Job, s: Settings) -> float:
+    """Tokens of a micro-batch that the device computes while the host launches it: with fewer the device waits."""
+    launches = 1 + k.LAUNCHES_OF_MLP * (s.mlp_slices - 1)
+    seconds = job.model.layers * k.LAUNCH_BLOCK_S * launches
+    return seconds * k.REACHED * job.peak_flops / (6 * job.model.parameters)

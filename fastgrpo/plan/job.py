@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastgrpo.config import Dtype, HeadImpl, Layout, RunConfig, compute_dtype
+from fastgrpo.plan import constants as k
 from fastgrpo.plan.sizes import ModelSizes
 
 _WIDTH = {"bfloat16": 2, "float32": 4}
@@ -69,6 +70,7 @@ class Job:
     graphs: bool
     engine_copy: bool  # sleep level 1: the sleeping engine's weights lie in host memory
     fixed_kv_bytes: int | None  # rollout.kv_cache_gib
+    peak_flops: float = k.A100_TFLOPS * 1e12
     host_bytes: int | None = None  # of a node, trainer.host_memory_gib; None: nobody said
     lora_rank: int = 0
     adapted: tuple[tuple[int, int], ...] = ()  # inputs and outputs of each linear layer of a block that has adapters
@@ -107,6 +109,7 @@ class Job:
             graphs=not rollout.enforce_eager,
             engine_copy=rollout.sleep_level == 1,
             fixed_kv_bytes=None if rollout.kv_cache_gib is None else int(rollout.kv_cache_gib * (1 << 30)),
+            peak_flops=(config.trainer.peak_tflops or k.A100_TFLOPS) * 1e12,
             host_bytes=None
             if config.trainer.host_memory_gib is None
             else int(config.trainer.host_memory_gib * (1 << 30)),

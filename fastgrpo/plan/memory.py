@@ -19,9 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fastgrpo.host_memory import pinned
 from fastgrpo.plan import constants as k
 from fastgrpo.plan.job import Job, Settings
 from fastgrpo.plan.sizes import ModelSizes
+
+SAVE = "a save"  # a part of the host's peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,20 +338,34 @@ def pinned_state(job: Job, settings: Settings) -> int:
     return job.ranks_per_node * _sharded(job, state)
 
 
+def pinned_rounding(job: Job, model: ModelSizes, width: int) -> float:
+    """Pinned memory of this model's shards over their bytes, each of its matrices rounded up; `width`: bytes of an
+    element. FSDP2 cuts a matrix by its rows."""
+    hidden, inner, q, kv = model.hidden, model.intermediate, model.query_width, model.kv_width
+    block = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (inner, hidden), (inner, hidden), (hidden, inner))
+    outer = ((model.vocab, hidden),) * max(1, model.outer_parameters // model.head_parameters)
+    shapes = (*block * model.layers, *outer)
+    sizes = [width * columns * -(-rows // job.shard) for rows, columns in shapes]
+    return sum(map(pinned, sizes)) / sum(sizes)
+
+
 def host_peak(job: Job, settings: Settings) -> Peak:
-    """Of one node: its ranks' processes and what the options keep in host memory, pinned memory rounded up."""
+    """Of one node: its ranks' processes, what the options keep in host memory, pinned memory rounded up, and the buffer
+    of a save."""
     offloaded = -(-job.model.layers // settings.gradient_checkpointing) if settings.gradient_checkpointing else 0
-    inputs = row_tokens(job, settings) * offloaded * job.model.hidden * job.compute_width
-    reference = job.reference.parameters * job.reference_width if job.reference and settings.ref_offload_policy else 0
-    ranks = job.ranks_per_node
+    inputs, ranks, reference = row_tokens(job, settings) * job.model.hidden * job.compute_width, job.ranks_per_node, 0
+    if job.reference and settings.ref_offload_policy:
+        rounding = pinned_rounding(job, job.reference, job.reference_width)
+        reference = int(ranks * rounding * _sharded(job, job.reference_width * job.reference.parameters))
     return Peak(
         "host",
         (
-            ("processes", ranks * k.PROCESS_HOST + k.SAVE_BUFFER),
+            ("processes", ranks * k.PROCESS_HOST),
+            (SAVE, k.SAVE_BUFFER),
             ("rollouts", ranks * k.EXCHANGED_TOKEN * job.step_tokens),
-            ("masters and AdamW", int(k.PINNED_ROUNDING * pinned_state(job, settings))),
-            ("reference", int(ranks * k.PINNED_ROUNDING * _sharded(job, reference))),
-            ("activations", int(ranks * k.PINNED_ROUNDING * inputs) if settings.activation_offload else 0),
+            ("masters and AdamW", int(pinned_rounding(job, job.model, k.MASTER) * pinned_state(job, settings))),
+            ("reference", reference),
+            ("activations", ranks * offloaded * pinned(inputs) if settings.activation_offload else 0),
             ("engine weights", ranks * engine_weights(job) if job.engine_copy else 0),
         ),
     )

@@ -26,14 +26,17 @@ def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A GPU of 80 GiB of which 60 are free; the caps that are asked for."""
     asked: list[float] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(gpu.host_memory, "read", lambda: None)  # where nobody knows
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append(share))
     return asked
 
 
-def settle(config: RunConfig, others: tuple[int, ...] = (), device: str = "cuda", hosts: Any = ()) -> Any:
+def settle(
+    config: RunConfig, others: tuple[int, ...] = (), device: str = "cuda", hosts: Any = (), speeds: Any = ()
+) -> Any:
     def gather(own: Any) -> list[Any]:
-        return [own, *(others if isinstance(own, int) else hosts)]
+        return [own, *(others if isinstance(own, int) else speeds if isinstance(own, float) else hosts)]
 
     mesh: Any = SimpleNamespace(device=torch.device(device), gather=gather, is_main=True)
     config = with_option(config, "actor.use_kl_loss", False)
@@ -46,6 +49,16 @@ def test_what_is_free_is_planned_for(fractions: list[float], capsys: pytest.Capt
     assert settled.actor.max_tokens_per_gpu == plan.settings.max_tokens_per_gpu
     printed = capsys.readouterr().out
     assert "60.6  GiB a GPU" in printed and f"actor.max_tokens_per_gpu={settled.actor.max_tokens_per_gpu}" in printed
+
+
+def test_the_slowest_gpu_is_planned_for(fractions: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100 by its name; beside one that nobody knows the plan is told nothing."""
+    for others, expected in (((), 312.0), ((989e12, 165.2e12), 165.2), ((None,), None)):
+        settled, plan = settle(RunConfig(), speeds=others)
+        assert settled.trainer.peak_tflops == expected and plan.job.peak_flops == (expected or 312.0) * 1e12
+    assert settle(with_option(RunConfig(), "trainer.peak_tflops", 50.0))[0].trainer.peak_tflops == 50
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a new one")
+    assert settle(RunConfig())[0].trainer.peak_tflops is None
 
 
 def test_the_least_of_all_ranks_decides(fractions: list[float]) -> None:
@@ -102,7 +115,7 @@ class TestHost:
 
     OFFLOAD = with_option(RunConfig(), "actor.gradient_checkpointing", 1)
     OFFLOAD = with_option(OFFLOAD, "actor.max_tokens_per_gpu", 8192)
-    OFFLOAD = with_option(OFFLOAD, "actor.fsdp.offload_policy", True)  # 23 GiB of state, 32 as pinned, 10 beside
+    OFFLOAD = with_option(OFFLOAD, "actor.fsdp.offload_policy", True)  # 23 GiB of state, 29 as pinned, 10 beside
 
     @staticmethod
     def has(monkeypatch: pytest.MonkeyPatch, total: float, available: float, own: float = 0.0) -> None:
@@ -133,7 +146,7 @@ class TestHost:
         with caplog.at_level(logging.WARNING, "fastgrpo"):
             settled, plan = settle(self.OFFLOAD)
         assert not plan.fits and plan.shortfall <= 0 and settled.actor.fsdp.offload_policy
-        assert "host memory: of the 30.0 GiB of a node it is 12.3 GiB short" in caplog.text
+        assert "host memory: of the 30.0 GiB of a node it is 9.0 GiB short" in caplog.text
         assert "what helps most: actor.fsdp.offload_policy=false" in caplog.text
 
     def test_state_above_all_that_there_is_is_refused(

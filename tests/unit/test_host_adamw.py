@@ -222,7 +222,7 @@ def test_on_cuda_the_moments_leave_the_device_and_copies_wait_for_what_computes(
         for name, expected in zip(MOMENTS, (m, v), strict=True):
             found = optimizer.state[parameter][name]
             assert found.device.type == "cpu"
-            torch.testing.assert_close(found, torch.full((MIB,), expected), rtol=1e-5, atol=0)
+            torch.testing.assert_close(found, torch.full((MIB,), expected), rtol=1e-4, atol=0)
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from fastgrpo.plan.memory import (
     head_bytes,
     host_peak,
     kept_activations,
+    pinned_rounding,
     pinned_state,
     repeatable_scratch,
     rollout_peak,
@@ -306,7 +307,7 @@ def test_adapters_by_hand() -> None:
     assert parked["masters and AdamW"] == 0 and parked["frozen weights"] == 2 * P // 2
     assert dict(sync_peak(own, settings()).parts)["merging"] == 300 * (4 + 4 + 4 + 2)
     host = dict(host_peak(own, settings(offload_policy=True)).parts)
-    assert host["masters and AdamW"] == int(2 * k.PINNED_ROUNDING * ((16 * trained + 2 * P) // 2))
+    assert host["masters and AdamW"] == int(80_384 / 49_120 * (2 * ((16 * trained + 2 * P) // 2)))
 
 
 def test_adapted_layers_are_those_of_the_model(make_tiny_model: Any) -> None:
@@ -406,14 +407,19 @@ def test_pinned_state_is_that_of_a_nodes_ranks() -> None:
 
 
 def test_host_by_hand() -> None:
+    """Shards of 5 x 10, 1 x 10 (twice), 5 x 10, 15 x 10 (twice) and 5 x 30 numbers a block, 500 x 10 twice outside: in
+    float32 256 bytes for 200, 64 for 40, 1,024 for 600, 32,768 for 20,000."""
     assert host_peak(job(), settings()).total == 2 * k.PROCESS_HOST + k.SAVE_BUFFER + 2 * 64 * 5000
+    rounding = (4 * (2 * 256 + 2 * 64 + 3 * 1024) + 2 * 32_768) / (4 * (2 * 200 + 2 * 40 + 3 * 600) + 2 * 20_000)
+    assert pinned_rounding(job(), MODEL, 4) == rounding == 80_384 / 49_120
     parts = dict(host_peak(job(), settings(offload_policy=True)).parts)
-    assert parts["masters and AdamW"] == int(2 * 1.4 * 16 * P / 2)
+    assert parts["masters and AdamW"] == int(rounding * 16 * P)
     parked = dict(host_peak(job(), settings(offload_during_rollout=True)).parts)
-    assert parked["masters and AdamW"] == int(2 * 1.4 * (12 * P // 2))
-    assert dict(host_peak(job(), settings(activation_offload=True)).parts)["activations"] == int(
-        2 * 1.4 * 200 * 4 * 10 * 2
-    )
+    assert parked["masters and AdamW"] == int(rounding * 12 * P)
+    inputs = dict(host_peak(job(), settings(activation_offload=True)).parts)["activations"]
+    assert inputs == 2 * 4 * 4096  # two ranks, four blocks, 200 tokens x 10 x 2 bytes
+    hosted = dict(host_peak(job(reference=MODEL), settings(ref_offload_policy=True)).parts)["reference"]
+    assert hosted == int(2 * pinned_rounding(job(), MODEL, 2) * P)
     assert dict(host_peak(job(engine_copy=True), settings()).parts)["engine weights"] == 2 * 2 * P
 
 
