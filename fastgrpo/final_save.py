@@ -72,11 +72,12 @@ def save_final(
     mesh: Mesh,
     *,
     merged: bool,
+    way_on: str,
     saving: Callable[[], AbstractContextManager[None]],
     check_stop: Callable[[], None],
 ) -> None:
-    """A collective. `saving`: the watchdog's stage, around each try; `check_stop` raises when the run is to stop.
-    Raises RunError on every rank."""
+    """A collective. `way_on`: the option that goes on with this run; `saving`: the watchdog's stage, around each try;
+    `check_stop` raises when the run is to stop. Raises RunError on every rank."""
     give_up_at = time.monotonic() + WAIT_FOR_ROOM_S
     said = False
     while True:
@@ -87,8 +88,8 @@ def save_final(
             if mesh.broadcast(time.monotonic() >= give_up_at):
                 raise RunError(
                     f"THE TRAINED MODEL IS NOT SAVED: {error}, tried for {WAIT_FOR_ROOM_S:.0f} s. What is kept is the "
-                    f"newest complete checkpoint in {folder}/checkpoints, if there is one: trainer.resume=auto goes on "
-                    "from it, and saves the model, when there is room"
+                    f"newest complete checkpoint in {folder}/checkpoints, if there is one: {way_on} goes on from it, "
+                    "and saves the model, when there is room"
                 ) from error
             if mesh.is_main and not said:
                 log.error(

@@ -80,6 +80,7 @@ class Session:
         provenance = describe_start(run.config, s.layout, s.mesh, s.identity, start, s.engine.info)
         self.report = Report(run.config, s.mesh, s.total_steps, start, provenance)
         run.watchdog.folder = self.report.folder
+        run.watchdog.way_on = way_on(self.report.folder, run.config.trainer)
         # What this folder holds: a run that begins at another's checkpoint saves its own; step 0 is not worth it.
         self._saved_at = start.step if start.goes_on or run.config.trainer.val_only else 0
         self._resumed_from = start.checkpoint if start.goes_on else None

@@ -119,6 +119,7 @@ class Trainer:
                 session.report.folder,
                 s.mesh,
                 merged=trainer.save_merged,
+                way_on=self.watchdog.way_on,
                 saving=partial(self.watchdog.stage, "save"),
                 check_stop=self.stopper.check,
             )

@@ -45,7 +45,6 @@ KILLED = (
     "It was killed, has crashed or hangs: its last words, if any, are above (exit code -9: killed, by the kernel for "
     "want of memory, or by the launcher because it did not end)"
 )
-WAY_ON = "nothing more is saved, and trainer.resume=auto goes on from the last checkpoint"
 _SHORT = 120  # characters of an error that other ranks repeat
 FAULTS = "faults"  # folder in the run folder: stacks and dumps, for a bug report
 
@@ -65,10 +64,12 @@ LIMITS = {
 
 
 class Watchdog:
-    """`folder`: the run folder, once there is one. `failed_in`: the innermost stage that an error came out of."""
+    """`folder`: the run folder, once there is one. `way_on`: the option that goes on with it, found beforehand, since
+    nothing may keep a process from its end. `failed_in`: the innermost stage that an error came out of."""
 
     def __init__(self, mesh: Mesh, limits: LimitsConfig, stopper: Stopper) -> None:
         self.folder: Path | None = None
+        self.way_on = "trainer.resume=auto"
         self.failed_in: str | None = None
         self._mesh = mesh
         self._stopper = stopper
@@ -79,6 +80,10 @@ class Watchdog:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._beats = Beats(mesh.rank, mesh.world)
+
+    @property
+    def _ahead(self) -> str:
+        return f"nothing more is saved, and {self.way_on} goes on from the last checkpoint"
 
     @property
     def faults(self) -> Path | None:
@@ -155,7 +160,7 @@ class Watchdog:
             except Exception as error:
                 if not self._over.wait(GRACE_S):  # or is it that all ranks leave?
                     why = str(error).split("\n")[0]
-                    self._end(f"{store_holder()} is lost, and the job's key-value store with it ({why}); {WAY_ON}")
+                    self._end(f"{store_holder()} is lost, and the job's key-value store with it ({why}); {self._ahead}")
 
     def _look(self, store: Store | None) -> None:
         self._end_for(store, *self._overdue())
@@ -194,7 +199,9 @@ class Watchdog:
             os.write(2, text.encode())
         time.sleep(2 * POLL_S)  # the others must have read it
         at = f" in stage {self.failed_in}" if self.failed_in else ""
-        self._end(f"{why}: no sign of life for {LOST_S:g} s, and a collective with it broke{at}. {KILLED}; {WAY_ON}")
+        self._end(
+            f"{why}: no sign of life for {LOST_S:g} s, and a collective with it broke{at}. {KILLED}; {self._ahead}"
+        )
 
     def _overdue(self) -> tuple[str | None, str | None]:
         """Which stage outlasts its limit: in short, and with where in it this rank is."""

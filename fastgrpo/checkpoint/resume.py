@@ -165,12 +165,13 @@ def _choose(asked: _Asked) -> _Choice:
 
 
 def _newest(asked: _Asked) -> _Choice:
-    trainer, said, beside = asked.config.trainer, [], False
+    trainer, said, empty, beside = asked.config.trainer, [], list[Path](), False
     runs = runs_of(Path(trainer.run_dir), trainer.experiment_name)
     for number, folder in enumerate(runs, start=1):
         if asked.finished(folder):
             hint = f": trainer.resume={folder} validates its last checkpoint" if trainer.val_only else ""
-            return _Choice((*said, f"{folder} is finished{hint}", *_older(asked, runs[number:])))
+            finished = f"{folder} is finished{hint}"
+            return _Choice((*said, *_without(empty), finished, *_older(asked, runs[number:])))
         if asked.held(folder):
             said.append(f"{folder} is being written by another process")
             beside = True
@@ -178,16 +179,23 @@ def _newest(asked: _Asked) -> _Choice:
         found = find_checkpoints(folder / CHECKPOINTS)
         said += [f"not resumed from {line}" for line in found.passed_over]
         if not found.complete:
-            said.append(f"{folder} holds no complete checkpoint")
+            empty.append(folder)
             continue
         path, manifest = found.complete[0]
         reasons = asked.objections(manifest)
         if not reasons:
-            return _Choice((*said, *_older(asked, runs[number:])), folder, path, manifest)
+            return _Choice((*said, *_without(empty), *_older(asked, runs[number:])), folder, path, manifest)
         if not beside:
             raise _refusal(path, reasons, trainer)
         said.append("\n".join([f"not resumed from {path}:", *reasons]))
-    return _Choice(tuple(said))
+    return _Choice((*said, *_without(empty)))
+
+
+def _without(empty: Sequence[Path]) -> tuple[str, ...]:
+    """A line about the folders, newest first, that nothing can be resumed from: runs that ended early leave many."""
+    if len(empty) < 2:
+        return tuple(f"{folder} holds no complete checkpoint" for folder in empty)
+    return (f"{len(empty)} runs hold no complete checkpoint, the newest of them {empty[0]}",)
 
 
 def _older(asked: _Asked, runs: Sequence[Path]) -> tuple[str, ...]:

@@ -211,6 +211,8 @@ def test_a_full_disk_at_the_end(
     assert not (folder / "model.part").exists()
     if status == SAVED:
         assert checkpoints(folder) == ["latest", "step_000004"]
+    if status == 1:
+        assert "trainer.resume=auto goes on from it, and saves the model, when there is room" in run.output()
 
 
 def test_a_model_that_will_not_fit_is_refused_before_training(

@@ -78,7 +78,9 @@ def test_a_start_beside_a_live_run_hides_nothing(tmp_path: Path) -> None:
     assert beside.folder != again.folder
     resumed = start(configured(tmp_path))
     assert (resumed.folder, resumed.step) == (live, 20)
-    assert f"{beside.folder} holds no complete checkpoint" in resumed.said
+    assert resumed.said[0] == f"2 runs hold no complete checkpoint, the newest of them {again.folder}"
+    shutil.rmtree(beside.folder)
+    assert start(configured(tmp_path)).said[0] == f"{again.folder} holds no complete checkpoint"
 
 
 def test_a_stopped_run_is_found_behind_one_that_is_live(tmp_path: Path) -> None:
