@@ -29,7 +29,8 @@ class Clock:
         self._device = device
         self._cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
-        self.memory: dict[str, float] = {}  # GiB of this rank's device; empty on a CPU
+        self.memory: dict[str, float] = {}  # of this rank's device, GiB and retries; empty on a CPU
+        self._retries = self._alloc_retries()
         self._work: tuple[str, float] | None = None
         self._start = time.perf_counter()
 
@@ -67,4 +68,9 @@ class Clock:
         if self._cuda:
             peak = torch.cuda.max_memory_allocated(self._device) - self._engine_bytes
             self.memory["perf/train_peak_gib"] = peak / _GIB
+            self.memory["perf/alloc_retries"] = self._alloc_retries() - self._retries
         return {**self._seconds, "step": time.perf_counter() - self._start}
+
+    def _alloc_retries(self) -> int:
+        """How often torch has given back all of its spare memory, waiting for the device, to find room for a tensor."""
+        return torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0) if self._cuda else 0

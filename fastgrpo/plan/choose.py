@@ -165,7 +165,7 @@ def price_of(job: Job, s: Settings) -> float:
     per_micro_batch = k.COST_MICRO_BATCH_TOKENS + k.COST_GATHER_TOKENS * (job.shard > 1)
     per_micro_batch += k.COST_CPU_OFFLOAD_TOKENS * s.offload_policy
     return (
-        (1 + recompute) * max(1.0, launch_tokens(job, s) / row_tokens(job, s))
+        (1 + recompute) * max(1.0, break_even_tokens(job, s) / row_tokens(job, s))
         - 1
         + k.COST_GATHER_AGAIN * (s.reshard_after_forward and job.shard > 1)
         - 1e-6 * (s.reshard_after_forward and job.shard == 1)  # alone it costs nothing: then it may save memory
@@ -179,8 +179,7 @@ def price_of(job: Job, s: Settings) -> float:
     )
 
 
-def launch_tokens(job: Job, s: Settings) -> float:
-    """Tokens of a micro-batch that the device computes while the host launches it: with fewer the device waits."""
-    launches = 1 + k.LAUNCHES_OF_MLP * (s.mlp_slices - 1)
-    seconds = job.model.layers * k.LAUNCH_BLOCK_S * launches
+def break_even_tokens(job: Job, s: Settings) -> float:
+    """Of a micro-batch: as many as the device computes in the time that a row takes at least."""
+    seconds = job.model.layers * k.ROW_BLOCK_S * (1 + k.ROW_MLP * (s.mlp_slices - 1))
     return seconds * k.REACHED * job.peak_flops / (6 * job.model.parameters)

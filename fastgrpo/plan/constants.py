@@ -67,10 +67,10 @@ COST_CPU_OPTIMIZER = 0.3  # AdamW on the CPU
 # added there), at 25 GB/s as long as 6 FLOP a parameter for 10,000 tokens at 75 TFLOP/s.
 COST_CPU_OFFLOAD_TOKENS = 10_000
 COST_REF_OFFLOAD = 0.03
-# Python and the launches of one block's forward and backward. Seen on an H200's host: 128 passes of 28 blocks in
-# 27.2 s, 16 of 24 in 2.9 to 5.6 s, where the device had work for a third of that.
-LAUNCH_BLOCK_S = 7.5e-3
-LAUNCHES_OF_MLP = 0.25  # of a block's, made again for each further slice. Estimate
+# What a row takes at least, a block's forward and backward, however short it is. Seen on an H200: 128 rows of 28 blocks
+# in 27.2 s, 16 of 24 in 2.9 to 5.6 s, where the device had work for a third of that. Why is not isolated.
+ROW_BLOCK_S = 7.5e-3
+ROW_MLP = 0.25  # of that, made again for each further slice of the MLP. Estimate
 REACHED = 0.45  # of the peak, by an update whose kernels run without a break
 A100_TFLOPS = 312.0  # where nobody said how fast the GPU is (trainer.peak_tflops)
 COST_MICRO_BATCH_TOKENS = 256  # a micro-batch of n tokens loses 256 / n to launches and thin products

@@ -17,7 +17,7 @@ from fastgrpo.config import Layout, RunConfig, build, check, loads_reference
 from fastgrpo.plan import Sizes, engine_sizes, explain, read_sizes, settle, settle_on_cpu, with_option
 from fastgrpo.plan.__main__ import main
 from fastgrpo.plan.advice import MORE_GPUS, OTHER_TRAINING, SAME_NUMBERS, best_change, changes
-from fastgrpo.plan.choose import Plan, budgets, cost, launch_tokens
+from fastgrpo.plan.choose import Plan, break_even_tokens, budgets, cost
 from fastgrpo.plan.constants import CARDS_GIB, GIB
 from fastgrpo.plan.settle import OPTIONS, make_plan
 from fastgrpo.policy.liger import _MLPS
@@ -93,16 +93,16 @@ def test_much_room_recomputes_nothing_and_little_room_offloads() -> None:
     assert not planned(config_of(), 6)[1].fits
 
 
-def test_rows_that_a_fast_gpu_finishes_before_the_next_are_launched() -> None:
-    """28 blocks take 0.21 s to launch, in which 0.45 x 312e12 FLOP/s are 3,183 tokens of 6 x 1.54e9 FLOP, and of an
+def test_a_fast_gpu_gets_long_rows() -> None:
+    """28 blocks take 0.21 s at least, in which 0.45 x 312e12 FLOP/s are 3,183 tokens of 6 x 1.54e9 FLOP, and of an
     H200's 989e12 10,090: rows of 3,072 would leave it idle for 0.7 of the time, so it recomputes larger ones."""
     slow, fast = (planned(config_of(trainer__peak_tflops=speed), 24)[1] for speed in (None, 989.0))
-    least = [round(launch_tokens(plan.job, plan.settings)) for plan in (slow, fast)]
+    least = [round(break_even_tokens(plan.job, plan.settings)) for plan in (slow, fast)]
     assert least == [round(0.21 * 0.45 * peak * 1e12 / (6 * 1_543_714_304)) for peak in (312, 989)] == [3183, 10_090]
     assert slow.fits and slow.settings.gradient_checkpointing == 0 and slow.settings.max_tokens_per_gpu < 4096
     assert fast.fits and fast.settings.gradient_checkpointing == 1 and fast.settings.max_tokens_per_gpu > 10_090
     sliced = replace(slow.settings, mlp_slices=8)
-    assert launch_tokens(slow.job, sliced) == pytest.approx(2.75 * launch_tokens(slow.job, slow.settings))
+    assert break_even_tokens(slow.job, sliced) == pytest.approx(2.75 * break_even_tokens(slow.job, slow.settings))
 
 
 def test_more_memory_never_costs_time() -> None:
