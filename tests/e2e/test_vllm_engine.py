@@ -150,7 +150,10 @@ def serve(connection, folder, ahead):
             connection.send(traceback.format_exc())
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "ahead"])
+IN_TURNS = pytest.param(False, id="in turns", marks=pytest.mark.slow)  # what vLLM does on a CPU: test_train.py
+
+
+@pytest.fixture(scope="module", params=[IN_TURNS, pytest.param(True, id="ahead")])
 def run(request, tmp_path_factory):
     ours, theirs = multiprocessing.Pipe()
     folder = str(tmp_path_factory.mktemp("tiny"))

@@ -1,4 +1,5 @@
-"""Compiles every kernel configuration for sm_80, sm_89 and sm_90 without a GPU; prints a JSON list of what came out.
+"""Compiles every kernel configuration for the architectures of its arguments (80 89 90) without a GPU; prints a JSON
+list of what came out.
 
 A program of its own, because triton decides when it is imported whether kernels are compiled or interpreted.
 """
@@ -88,5 +89,7 @@ def epilogue_form(arch: int):
 
 
 if __name__ == "__main__":
-    results = [result for arch in (80, 89, 90) for result in rows_form(arch)]
-    json.dump(results + list(epilogue_form(90)), sys.stdout)
+    archs = [int(arch) for arch in sys.argv[1:]]
+    results = [result for arch in archs for result in rows_form(arch)]
+    results += epilogue_form(90) if 90 in archs else []
+    json.dump(results, sys.stdout)

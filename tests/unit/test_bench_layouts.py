@@ -120,6 +120,7 @@ def test_bfloat16_may_be_off_by_two_roundings():
     assert failures(of(0.0), found=(0.51, 9.0), dtype="bfloat16") == ["loss: off by 0.02, limit 0.01"]
 
 
+@pytest.mark.slow
 def test_the_trainers_own_step_is_compared_and_one_wrong_gradient_seen(tmp_path):
     for seed, folder in enumerate(("tiny", bench_layouts.reference("tiny"))):
         make_model("tiny", tmp_path / folder, seed=seed)

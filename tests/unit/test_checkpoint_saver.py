@@ -333,14 +333,16 @@ def test_without_room_for_a_copy_the_save_is_waited_for(
     tiny_model: Path, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = make_policy(tiny_model, mesh)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + 1_765_000)  # of 1,765,532 needed
+    state = training_tensors(made[0].module, made[1]).values()
+    needed = sum(1 << (tensor.to_local().nbytes - 1).bit_length() for tensor in state)  # as pinned memory is rounded
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + needed - 1)
     saving = saver_of(tmp_path, made, tiny_model, mesh)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             saving.save(manifest(step), random_state())
             assert find_checkpoints(tmp_path).complete[0][1].step == step  # complete already
     assert caplog.text.count("host memory has no room for a copy") == 1
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + 1_766_000)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + needed)
     copied: list[int] = []
     monkeypatch.setattr(saver, "copy_to_host", lambda tensors: copied.append(1) or copy_to_host(tensors))
     saving.save(manifest(3), random_state())

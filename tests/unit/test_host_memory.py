@@ -85,3 +85,8 @@ def test_what_fits_leaves_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_memory.fits(100, 3) and not host_memory.fits(101, 3)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
     assert host_memory.fits(1 << 60, 3)
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
+    sizes = (0, 1, 2, 3, 1 << 20, (1 << 20) + 1, 55_050_240)
+    assert [host_memory.pinned(size) for size in sizes] == [0, 1, 2, 4, 1 << 20, 1 << 21, 1 << 26]
