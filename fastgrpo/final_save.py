@@ -47,7 +47,8 @@ def check_room(policy: Policy, mesh: Mesh, trainer: TrainerConfig) -> None:
     if free < needed:
         raise ConfigError(
             f"trainer.save_final: the trained model takes {needed / _GIB:.3g} GiB and {free / _GIB:.3g} GiB are free "
-            f"in {place}; free some, set trainer.run_dir elsewhere, or trainer.save_final=false"
+            f"in {place}; free some (older checkpoints may be deleted by hand), or set trainer.save_final=false; with "
+            "another trainer.run_dir a run begins anew, unless trainer.resume names a checkpoint"
         )
 
 

@@ -41,5 +41,6 @@ def check_room(part: Path, shares: Sequence[Share], places: Places, free: int, m
             where = f", on the node of rank {leader}" if places.several else ""
             raise OSError(
                 f"a checkpoint takes {needed / _GIB:.3g} GiB and {there / _GIB:.3g} GiB are free in "
-                f"{part.parent}{where}; free some, or set trainer.max_ckpt_to_keep lower or trainer.run_dir elsewhere"
+                f"{part.parent}{where}; free some (all but the newest complete checkpoint may be deleted by hand), or "
+                f"go on elsewhere: trainer.run_dir=DIR trainer.resume={part.parent}/step_N"
             )
