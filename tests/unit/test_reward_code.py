@@ -131,7 +131,7 @@ def attack_scores(
     programs: Sequence[str], tests: object, *, partial: bool = True, timeout_s: float = 20.0
 ) -> list[Score]:
     function = RewardFunctionConfig(
-        kind=RewardKind["code"], time_limit_s=1.5, memory_limit_mb=256, max_processes=8, partial_credit=partial
+        kind=RewardKind["code"], time_limit_s=2.5, memory_limit_mb=256, max_processes=8, partial_credit=partial
     )
     runner = build_rewards(RewardConfig(functions={"code": function}, num_workers=2, timeout_s=timeout_s))
     try:
@@ -163,7 +163,7 @@ def test_attacks(tmp_path: Path) -> None:
     assert {"endless loop", "endless call", "fork bomb", "fork bomb in the call"} <= late
     assert "network" not in late and "10 GiB" not in late
     assert not (tmp_path / "written").exists()
-    assert seconds < 30  # 17 programs of at most 1.5 s each, two at a time, on a busy machine
+    assert seconds < 45  # 17 programs of at most 2.5 s each, two at a time, on a busy machine
 
 
 def test_attacks_on_standard_output() -> None:
