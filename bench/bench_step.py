@@ -12,9 +12,9 @@
 The workload is reference_step.yaml on a model of random weights (made_model.py), bfloat16 compute. The first --warm-up
 steps are left out. Rows go to bench/results/step_<gpu>.json as they come, the picture beside it:
 
-    {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, gen_tail_s, gap_abs_mean,
-     response_tokens_mean, planned (GiB, by peak), masters, warm_up, step_s, start_s, process_s, engine, settings,
-     error, versions, commit, device}
+    {impl, workload, step_s_p50, phases (s, medians), train_peak_gib, rollout_peak_gib, mfu, alloc_retries (of the
+     worst step), gen_tail_s, gap_abs_mean, response_tokens_mean, planned (GiB, by peak), masters, warm_up, step_s,
+     start_s, process_s, engine, settings, error, versions, commit, device}
 
 A process that ends early (--minutes, a fault, SIGTERM or Ctrl-C to this script, which then ends it, writes the row and
 exits with 143 or 130) leaves the steps that it has finished after the warm-up, and `error` says what is missing: "not
@@ -195,11 +195,17 @@ def make_row(impl: str, shape: str, results: Sequence[dict[str, Any]], args: arg
 def workload(shape: str, args: argparse.Namespace) -> str:
     if args.smoke:
         return "tiny, 2 x 2, 12 + 8 tokens"
-    changed = [o for o in args.overrides if o.split("=")[0] in SIZES]
-    return f"{shape}, 32 x 8, 250 + 1024 tokens" + (f", {' '.join(changed)}" if changed else "")
+    stated = dict(o.split("=", 1) for o in args.overrides if "=" in o)
+    prompts, samples, prompt, response = (stated.get(option, size) for option, size in SIZES.items())
+    return f"{shape}, {prompts} x {samples}, {prompt} + {response} tokens"
 
 
-SIZES = ("data.train_batch_size", "rollout.n", "data.max_prompt_length", "data.max_response_length")
+SIZES = {  # of reference_step.yaml
+    "data.train_batch_size": 32,
+    "rollout.n": 8,
+    "data.max_prompt_length": 250,
+    "data.max_response_length": 1024,
+}
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def run(model: Path, steps: int, overrides: Sequence[str], note: Callable[[Mappi
                 "train_peak_gib": largest_of(mesh, train_peak_gib()),
                 "rollout_peak_gib": largest_of(mesh, record.metrics.get("perf/rollout_gib")),
                 "mfu": record.metrics.get("perf/mfu"),
+                "alloc_retries": record.metrics.get("perf/alloc_retries"),
                 "response_tokens_mean": record.metrics["response_length/mean"],
                 "gap_abs_mean": record.metrics.get("gap/abs_mean"),
             }

@@ -51,6 +51,7 @@ def summary(results: Sequence[dict[str, Any]], warm_up: int) -> dict[str, Any]:
         "rollout_peak_gib": largest(steps, "rollout_peak_gib"),
         "planned": last.get("planned"),
         "mfu": median([step["mfu"] for step in steps if step.get("mfu") is not None]),
+        "alloc_retries": largest(steps, "alloc_retries"),
         "gen_tail_s": median([step["gen_tail_s"] for step in steps if step.get("gen_tail_s") is not None]),
         "gap_abs_mean": largest(steps, "gap_abs_mean"),
         "response_tokens_mean": mean(steps, "response_tokens_mean"),
@@ -131,9 +132,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.text(left, y, f" {row['step_s_p50']:.2f} s{', incomplete' if row['error'] else ''}", va="center")
     axes.set_yticks(range(len(measured)), labels, fontsize=7)
     axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * max((row["step_s_p50"] for row in measured), default=1.0))  # figures stand behind the bars
     axes.set_xlabel("seconds a step, median")
     handles, names = axes.get_legend_handles_labels()
     unique = dict(zip(names, handles, strict=True))
     if unique:
-        axes.legend(unique.values(), unique.keys(), fontsize=7, loc="lower right")
+        axes.legend(unique.values(), unique.keys(), fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
     figure.savefig(path, dpi=130)

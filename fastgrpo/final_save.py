@@ -23,12 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.checkpoint import room, save_trained, trained_bytes
 from fastgrpo.checkpoint.disk import free_bytes
 from fastgrpo.checkpoint.places import Places
-from fastgrpo.checkpoint.tensors import local, trained_parameters
+from fastgrpo.checkpoint.tensors import trained_parameters
 from fastgrpo.config import TrainerConfig
 from fastgrpo.errors import ConfigError, RunError
 from fastgrpo.mesh import Mesh
 from fastgrpo.paths import existing_part
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.weights import local
 
 RETRY_S = 10.0
 WAIT_FOR_ROOM_S = 600.0

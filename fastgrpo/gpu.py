@@ -2,6 +2,7 @@
 
     whole memory, trainer.gpu_memory_gib      -->  ranks of an engine, before the ranks are joined
     mem_get_info, trainer.gpu_memory_gib  -->  bytes that every rank has  -->  plan  -->  configuration, decided
+    the GPU's name, trainer.peak_tflops       -->  the slowest one's speed    ---+
     host_memory.read, trainer.host_memory_gib -->  bytes that every node has  ---^
 
 All ranks take the same decisions, from the least that any of them finds: the micro-batches and the sharded state must

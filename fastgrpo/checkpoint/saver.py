@@ -42,7 +42,6 @@ from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
     copy_to_host,
     full_masters,
-    local,
     plan_files,
     training_tensors,
     write_index,
@@ -52,6 +51,7 @@ from fastgrpo.checkpoint.words import Results, Words, describe
 from fastgrpo.config import TrainerConfig
 from fastgrpo.mesh import Mesh, open_store
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.weights import local
 
 log = logging.getLogger("fastgrpo")
 

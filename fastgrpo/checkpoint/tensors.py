@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from fastgrpo.checkpoint.checksum import write_checksums
 from fastgrpo.checkpoint.index import read_index
 from fastgrpo.policy.host_adamw import new_moment
+from fastgrpo.policy.weights import local
 
 _READ_BYTES = 1 << 30  # full tensors that are read back at a time
 
@@ -47,10 +47,6 @@ def training_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

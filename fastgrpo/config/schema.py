@@ -289,7 +289,7 @@ class TrainerConfig:
     test_freq: int = -1  # steps; -1 = only before and after
     val_before_train: bool = True
     val_only: bool = False  # validate once, the weights that a run would start or go on from, and end
-    peak_tflops: float | None = None  # 1e12 FLOP/s of one GPU, for perf/mfu; default: bfloat16's, by the GPU's name
+    peak_tflops: float | None = None  # 1e12 FLOP/s of one GPU, for perf/mfu and the plan; default: by the GPU's name
     show_group_freq: int = 10  # steps between two groups shown on the console; 0 = never
 
 

@@ -105,15 +105,16 @@ def weigh(job: Job, settings: Settings, gpu_bytes: int) -> Plan:
 def choose(job: Job, given: Mapping[str, Any], gpu_bytes: int) -> Plan:
     """The cheapest fitting plan; where GPU and host do not both have room, the GPU comes first. `given`: fields of
     Settings that are not open."""
-    best: Plan | None = None
+    best: tuple[tuple[int, int, float], Plan] | None = None
     for price, settings in sorted(((price_of(job, s), s) for s in candidates(job, given)), key=itemgetter(0)):
-        if best is not None and best.fits and price >= cost(best):
-            break  # the cache can only add to it
+        if best is not None and (0, 0, price) >= best[0]:
+            break  # one that fits was found, and the cache can only add to the price
         plan = weigh(job, settings, gpu_bytes)
-        if best is None or _rank(plan) < _rank(best):
-            best = plan
+        rank = _rank(plan)
+        if best is None or rank < best[0]:
+            best = rank, plan
     assert best is not None
-    return best
+    return best[1]
 
 
 def _rank(plan: Plan) -> tuple[int, int, float]:

@@ -343,10 +343,11 @@ def pinned_rounding(job: Job, model: ModelSizes, width: int) -> float:
     element. FSDP2 cuts a matrix by its rows."""
     hidden, inner, q, kv = model.hidden, model.intermediate, model.query_width, model.kv_width
     block = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (inner, hidden), (inner, hidden), (hidden, inner))
-    outer = ((model.vocab, hidden),) * max(1, model.outer_parameters // model.head_parameters)
-    shapes = (*block * model.layers, *outer)
-    sizes = [width * columns * -(-rows // job.shard) for rows, columns in shapes]
-    return sum(map(pinned, sizes)) / sum(sizes)
+    outer = max(1, model.outer_parameters // model.head_parameters)
+    # Each shape once with its number: this is asked for every combination that choose() weighs.
+    shapes = [*((model.layers, *shape) for shape in block), (outer, model.vocab, hidden)]
+    sizes = [(number, width * columns * -(-rows // job.shard)) for number, rows, columns in shapes]
+    return sum(number * pinned(size) for number, size in sizes) / sum(number * size for number, size in sizes)
 
 
 def host_peak(job: Job, settings: Settings) -> Peak:

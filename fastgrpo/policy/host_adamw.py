@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from fastgrpo.policy.weights import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 VISIT_BYTES = 256 << 20  # of moments at a time: enough for PCIe's full speed, little beside gradients and masters
@@ -82,8 +83,8 @@ def parts_of(parameters: Sequence[nn.Parameter], most_bytes: int) -> list[list[n
     """In order of size; as many as have `most_bytes` of moments on this rank, and at least one."""
     parts: list[list[nn.Parameter]] = []
     room = 0
-    for parameter in sorted(parameters, key=lambda parameter: _local(parameter).numel()):
-        size = len(MOMENTS) * _local(parameter).nbytes
+    for parameter in sorted(parameters, key=lambda parameter: local(parameter).numel()):
+        size = len(MOMENTS) * local(parameter).nbytes
         if not parts or size > room:
             parts.append([])
             room = most_bytes
@@ -114,7 +115,7 @@ class _Visit:
         with lane.behind_compute():  # which may still use what was in that memory
             for (parameter, name), guest in guests.items():
                 home = self._home[parameter, name] = self._state[parameter][name]
-                _local(guest).copy_(_local(home), non_blocking=True)
+                local(guest).copy_(local(home), non_blocking=True)
                 self._state[parameter][name] = guest
             self.arrival = lane.mark()
 
@@ -125,7 +126,7 @@ class _Visit:
                     guest = self._state[parameter][name]
                     home = self._home.get((parameter, name))
                     home = _on_host(parameter, guest.dtype) if home is None else home
-                    _local(home).copy_(_local(guest), non_blocking=True)
+                    local(home).copy_(local(guest), non_blocking=True)
                     self._state[parameter][name] = home
                     self._here.append(guest)
             self.departure = lane.mark()
@@ -166,7 +167,3 @@ class _Lane:
 
 def _on_host(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.device.type == "cuda")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

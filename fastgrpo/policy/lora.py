@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fastgrpo.errors import UserError
-from fastgrpo.policy.weights import local_rows, written_aside
+from fastgrpo.policy.weights import local, local_rows, written_aside
 
 log = logging.getLogger("fastgrpo")
 
@@ -140,8 +140,7 @@ def init_adapters(lm: nn.Module, seed: int) -> None:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             bound = parameter.shape[1] ** -0.5
             whole = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            own.copy_(whole[local_rows(parameter)])
+            local(parameter).copy_(whole[local_rows(parameter)])
 
 
 @contextmanager
@@ -201,9 +200,9 @@ def full_adapters(module: nn.Module, device: torch.device) -> Iterator[tuple[str
             value: Tensor = parameter.detach()
             if isinstance(value, DTensor):  # offloaded shards are gathered on the device
                 shape, stride = value.shape, value.stride()
-                local = value.to_local().to(device)
+                shard = value.to_local().to(device)
                 value = DTensor.from_local(
-                    local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride
+                    shard, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride
                 ).full_tensor()
             yield peft_name(name), value
 

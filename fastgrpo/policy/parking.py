@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
+
+from fastgrpo.policy.weights import local
 
 
 class _Parked(NamedTuple):
@@ -104,7 +105,7 @@ class HostParking:
         """Of this rank's shards, each once."""
         found: dict[int, UntypedStorage] = {}
         for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            storage = local(tensor).untyped_storage()
             if storage.device.type == self.device_type and storage.nbytes():
                 found[storage.data_ptr()] = storage
         return list(found.values())

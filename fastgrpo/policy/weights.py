@@ -125,6 +125,11 @@ def load_shards(model: nn.Module, checkpoint: CheckpointMap) -> None:
                     parameter.to_local().copy_(source[local_rows(parameter)])
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, or what is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_rows(parameter: Tensor) -> slice:
     """The rows of a parameter that this rank holds."""
     if not isinstance(parameter, DTensor) or not parameter.ndim:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from fastgrpo.config import check
 from made_engine import MadeEngine
 from made_model import make_model, make_prompts, reward_of, shape_config
 from run_summary import result_file
-from step_ours import WORKLOAD
+from step_ours import WORKLOAD, config_of
 from step_report import Rows, median, render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +70,13 @@ def test_steps_of_a_process():
 
 
 def test_a_changed_size_is_another_workload():
-    args = parse(["--", "data.train_batch_size=64", "actor.gradient_checkpointing=0"])
-    assert make_row("ours", "X", [result_of([1, 1, 1])], args)["workload"].endswith("tokens, data.train_batch_size=64")
+    args = parse(["--", "data.train_batch_size=64", "actor.gradient_checkpointing=0", "data.max_response_length=256"])
+    assert make_row("ours", "X", [result_of([1, 1, 1])], args)["workload"] == "X, 64 x 8, 250 + 256 tokens"
+
+
+def test_the_sizes_are_the_workloads():
+    config = config_of(Path("X"), [])
+    assert {name: attrgetter(name)(config) for name in bench_step.SIZES} == bench_step.SIZES
 
 
 def test_rows_replace_their_like_and_keep_the_others(tmp_path):

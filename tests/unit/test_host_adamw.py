@@ -13,7 +13,6 @@ import torch
 from cases import full_weights, make_rollouts, mini_batches_of, one_process, policy_of, share_of, training_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
@@ -31,6 +30,7 @@ from fastgrpo.plan import with_option
 from fastgrpo.policy.actor import Actor
 from fastgrpo.policy.host_adamw import MOMENTS, VISIT_BYTES, HostAdamW, parts_of
 from fastgrpo.policy.optim import apply_update, build_adamw
+from fastgrpo.policy.weights import local
 
 SIZES = ((64, 33), (7,), (16, 48), (1, 5), (300, 20), (33,))  # parameters of one small model
 
@@ -166,10 +166,6 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     [plan] = plans
     assert isinstance(plan, SavePlan)
     write_index(folder, metadata, [write_shard(folder, plan, planner)], [True])
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def state_of(actor: Actor) -> list[Tensor]:
