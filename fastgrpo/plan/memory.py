@@ -338,8 +338,17 @@ def pinned_state(job: Job, settings: Settings) -> int:
     return job.ranks_per_node * _sharded(job, state)
 
 
+def hosted_state(job: Job, settings: Settings) -> int:
+    """`pinned_state` as it is pinned: what FSDP2 and the parking ask of torch rounded up, AdamW's moments at home there
+    (policy/pinned.py) as large as they are."""
+    state = pinned_state(job, settings)
+    moments = k.MASTER * k.ADAMW_STATES * job.trained if settings.offload_optimizer else 0
+    moments = job.ranks_per_node * _sharded(job, moments)
+    return moments + int(pinned_rounding(job, job.model, k.MASTER) * (state - moments))
+
+
 def pinned_rounding(job: Job, model: ModelSizes, width: int) -> float:
-    """Pinned memory of this model's shards over their bytes, each of its matrices rounded up; `width`: bytes of an
+    """What torch pins of this model's shards over their bytes, each of its matrices rounded up; `width`: bytes of an
     element. FSDP2 cuts a matrix by its rows."""
     hidden, inner, q, kv = model.hidden, model.intermediate, model.query_width, model.kv_width
     block = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q), (inner, hidden), (inner, hidden), (hidden, inner))
@@ -351,8 +360,7 @@ def pinned_rounding(job: Job, model: ModelSizes, width: int) -> float:
 
 
 def host_peak(job: Job, settings: Settings) -> Peak:
-    """Of one node: its ranks' processes, what the options keep in host memory, pinned memory rounded up, and the buffer
-    of a save."""
+    """Of one node: its ranks' processes, what the options keep in host memory, and the buffer of a save."""
     offloaded = -(-job.model.layers // settings.gradient_checkpointing) if settings.gradient_checkpointing else 0
     inputs, ranks, reference = row_tokens(job, settings) * job.model.hidden * job.compute_width, job.ranks_per_node, 0
     if job.reference and settings.ref_offload_policy:
@@ -364,7 +372,7 @@ def host_peak(job: Job, settings: Settings) -> Peak:
             ("processes", ranks * k.PROCESS_HOST),
             (SAVE, k.SAVE_BUFFER),
             ("rollouts", ranks * k.EXCHANGED_TOKEN * job.step_tokens),
-            ("masters and AdamW", int(pinned_rounding(job, job.model, k.MASTER) * pinned_state(job, settings))),
+            ("masters and AdamW", hosted_state(job, settings)),
             ("reference", reference),
             ("activations", ranks * offloaded * pinned(inputs) if settings.activation_offload else 0),
             ("engine weights", ranks * engine_weights(job) if job.engine_copy else 0),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgrpo.policy.pinned import pinned_empty
 from fastgrpo.policy.weights import local
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -165,5 +166,11 @@ class _Lane:
             self.stream.synchronize()
 
 
+@torch.no_grad()
 def _on_host(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(parameter, dtype=dtype, device="cpu", pin_memory=parameter.device.type == "cuda")
+    """In the shape, and the shards, of `parameter`; pinned where that is on a GPU."""
+    home = torch.empty_like(parameter, dtype=dtype, device="cpu")
+    if parameter.device.type == "cuda":
+        shard = local(home)
+        shard.set_(pinned_empty(shard.shape, dtype))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return home

@@ -19,6 +19,7 @@ from fastgrpo.plan.memory import (
     chunk_rows,
     head_bytes,
     host_peak,
+    hosted_state,
     kept_activations,
     pinned_rounding,
     pinned_state,
@@ -416,6 +417,9 @@ def test_host_by_hand() -> None:
     assert parts["masters and AdamW"] == int(rounding * 16 * P)
     parked = dict(host_peak(job(), settings(offload_during_rollout=True)).parts)
     assert parked["masters and AdamW"] == int(rounding * 12 * P)
+    at_home = settings(offload_optimizer=True)
+    assert hosted_state(job(), at_home) == dict(host_peak(job(), at_home).parts)["masters and AdamW"] == 8 * P
+    assert hosted_state(job(), replace(at_home, offload_during_rollout=True)) == 8 * P + int(rounding * 4 * P)
     inputs = dict(host_peak(job(), settings(activation_offload=True)).parts)["activations"]
     assert inputs == 2 * 4 * 4096  # two ranks, four blocks, 200 tokens x 10 x 2 bytes
     hosted = dict(host_peak(job(reference=MODEL), settings(ref_offload_policy=True)).parts)["reference"]
