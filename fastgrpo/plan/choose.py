@@ -18,6 +18,7 @@ from fastgrpo.plan.job import Job, Settings
 from fastgrpo.plan.memory import (
     Peak,
     host_peak,
+    kept_by_torch,
     overhead,
     rollout_peak,
     row_tokens,
@@ -85,7 +86,9 @@ class Plan:
 def weigh(job: Job, settings: Settings, gpu_bytes: int) -> Plan:
     """The plan of given settings. The cache gets what the run asks for (rollout.kv_cache_gib), else what the sequences
     of a step need at their longest, or what is free, and at least one sequence."""
-    free = gpu_bytes - int(k.ROLLOUT_SLACK * gpu_bytes) - rollout_peak(job, settings, 0).total
+    training = training_peak(job, settings)
+    kept = kept_by_torch(job, training)
+    free = gpu_bytes - int(k.ROLLOUT_SLACK * gpu_bytes) - rollout_peak(job, settings, 0, kept).total
     one = sequence_bytes(job)
     kv_bytes = job.fixed_kv_bytes
     if kv_bytes is None:
@@ -96,9 +99,9 @@ def weigh(job: Job, settings: Settings, gpu_bytes: int) -> Plan:
         settings,
         gpu_bytes,
         kv_bytes,
-        training_peak(job, settings),
-        sync_peak(job, settings),
-        rollout_peak(job, settings, kv_bytes),
+        training,
+        sync_peak(job, settings, kept),
+        rollout_peak(job, settings, kv_bytes, kept),
     )
 
 

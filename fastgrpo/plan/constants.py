@@ -39,9 +39,13 @@ LOGITS = 4  # bytes: logits are float32 whatever the model computes in
 CUDA_CONTEXT = int(0.6 * GIB)  # context and cuBLAS workspaces of one process. Estimate
 NCCL = GIB  # communicators of world, SP and TP groups, where there is more than one rank. Estimate
 # Graphs and workspaces of vLLM that stay while it sleeps: seen on an H200, 137 of 140 GiB free after sleep(level=2)
-# with a 1.5B model, less the context.
+# with a 1.5B model, less the context. In whole GiB and with what torch had kept: an upper bound.
 ENGINE_ASLEEP = int(2.2 * GIB)
 ENGINE_ASLEEP_EAGER = int(0.7 * GIB)  # without CUDA graphs. Estimate
+# The same while it draws, beside logits and a prefill, and the share of the training peak that torch keeps although it
+# was told to give back what is free: two numbers for the six rollouts of docs/memory.md, 9.0 to 35.5 GiB.
+ENGINE_AWAKE = int(1.0 * GIB)
+KEPT_BY_TORCH = 0.03
 ENGINE_LOGIT_COPIES = 4  # float32 [max_num_seqs, vocab]: logits, their log-softmax, sorted copies, scratch. Estimate
 KV_BLOCK_TOKENS = 16  # vLLM hands out its cache in blocks of 16 tokens
 TRAINING_SLACK = 0.10  # share of torch's tensors that its allocator loses between them, and the plan's own error
@@ -67,8 +71,8 @@ COST_CPU_OPTIMIZER = 0.3  # AdamW on the CPU
 # added there), at 25 GB/s as long as 6 FLOP a parameter for 10,000 tokens at 75 TFLOP/s.
 COST_CPU_OFFLOAD_TOKENS = 10_000
 COST_REF_OFFLOAD = 0.03
-# What a row takes at least, a block's forward and backward, however short it is. Seen on an H200: 128 rows of 28 blocks
-# in 27.2 s, 16 of 24 in 2.9 to 5.6 s, where the device had work for a third of that. Why is not isolated.
+# What a row takes at least, a block's forward and backward, however short it is: Python and launches. Seen on an H200:
+# 128 rows of 28 blocks in 27.2 s, 4 of 24 in 0.79 s, where the device had work for less than a third of that.
 ROW_BLOCK_S = 7.5e-3
 ROW_MLP = 0.25  # of that, made again for each further slice of the MLP. Estimate
 REACHED = 0.45  # of the peak, by an update whose kernels run without a break

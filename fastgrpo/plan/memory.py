@@ -278,8 +278,13 @@ def engine_weights(job: Job) -> int:
     return job.engine_width * job.model.parameters // job.tp
 
 
-def rollout_peak(job: Job, settings: Settings, kv_bytes: int) -> Peak:
-    """Engine awake, all of its cache taken."""
+def kept_by_torch(job: Job, training: Peak) -> int:
+    """Beyond its tensors, from a training with this peak. An engine that shares torch's memory uses it."""
+    return 0 if job.own_engine else int(k.KEPT_BY_TORCH * training.total)
+
+
+def rollout_peak(job: Job, settings: Settings, kv_bytes: int, kept: int = 0) -> Peak:
+    """Engine awake, all of its cache taken. `kept`: see `kept_by_torch`."""
     parked = settings.offload_during_rollout
     return Peak(
         "rollout",
@@ -288,13 +293,15 @@ def rollout_peak(job: Job, settings: Settings, kv_bytes: int) -> Peak:
             ("frozen weights", frozen_state(job, settings)),
             ("reference", reference_state(job, settings)),
             *_engine(job),
+            ("kept by torch", kept),
             ("KV cache", kv_bytes),
         ),
     )
 
 
-def sync_peak(job: Job, settings: Settings) -> Peak:
-    """Weights on their way into the engine, the largest FSDP unit gathered; its cache not yet awake."""
+def sync_peak(job: Job, settings: Settings, kept: int = 0) -> Peak:
+    """Weights on their way into the engine, the largest FSDP unit gathered; its cache not yet awake. `kept`: see
+    `kept_by_torch`."""
     model = job.model
     unit = max(model.outer_parameters, model.block_parameters) * job.compute_width
     return Peak(
@@ -304,6 +311,7 @@ def sync_peak(job: Job, settings: Settings) -> Peak:
             ("frozen weights", frozen_state(job, settings)),
             ("reference", reference_state(job, settings)),
             *_engine(job),
+            ("kept by torch", kept),
             ("gathered weights", unit * (1 if job.shard == 1 else 2)),
             ("merging", max((i * o for i, o in job.adapted), default=0) * (k.MERGING + job.compute_width)),
         ),
@@ -314,10 +322,10 @@ def _engine(job: Job) -> tuple[tuple[str, int], ...]:
     model, e = job.model, job.engine_width
     prefill = job.prefill_tokens * e * (2 * model.intermediate // job.tp + 3 * model.hidden)
     logits = job.max_num_seqs * model.vocab * k.LOGITS * k.ENGINE_LOGIT_COPIES
-    asleep = overhead(job) - _base(job) - (engine_weights(job) if job.own_engine else 0)
+    awake = 0 if job.own_engine else k.ENGINE_AWAKE if job.graphs else k.ENGINE_ASLEEP_EAGER
     return (
         ("engine weights", engine_weights(job)),
-        ("engine workspace", asleep + prefill + logits),
+        ("engine workspace", awake + prefill + logits),
         ("CUDA and NCCL", _base(job)),
     )
 

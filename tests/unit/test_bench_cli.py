@@ -50,9 +50,9 @@ def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (bench_step, ["--render", "/nonexistent.json"], "cannot read /nonexistent.json: No such file or directory"),
         (bench_step, ["--render", README], f"{README} is no result of bench_step.py: not JSON"),
-        (bench_step, ["--render", SYNC], f"{SYNC} is no result of bench_step.py: rows[0] has no error, impl,"),
+        (bench_step, ["--render", SYNC], f"{SYNC} is no result of bench_step.py: rows[0] has no impl, masters,"),
         (bench_layouts, ["--render", "/nonexistent"], "cannot read /nonexistent: No such file or directory"),
-        (bench_layouts, ["--render", SYNC], f"{SYNC} is no result of bench_layouts.py: rows[0] has no error, job,"),
+        (bench_layouts, ["--render", SYNC], f"{SYNC} is no result of bench_layouts.py: rows[0] has no job, layout,"),
         (bench_algorithms, ["--render", SYNC], f"{SYNC} is no result of bench_algorithms.py: not an object with"),
         (bench_step, ["--smoke", "--steps", "2", "--warm-up", "2"], "--warm-up 2 leaves nothing of 2 steps"),
         (bench_step, ["--smoke", "--", "actor.nonsense=1"], "fastgrpo: unknown key actor.nonsense: did you mean"),

@@ -354,7 +354,7 @@ def preset(host: float | None, **options: Any) -> RunConfig:
 
 
 def test_a_plan_fits_the_host_too() -> None:
-    for host, fits in ((None, True), (64.0, True), (24.0, False)):
+    for host, fits in ((None, True), (64.0, True), (20.0, False)):
         _, plan = planned(preset(host), 22)
         assert plan.fits is fits and plan.shortfall <= 0
         assert plan.short_of("host") == (0 if host is None else plan.host.total - int(host * GIB))
@@ -480,12 +480,12 @@ def test_a_plan_that_does_not_fit_says_what_helps(capsys: pytest.CaptureFixture[
 
 def test_the_command_says_whether_the_host_has_room(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--shapes", str(SHAPES), f"+exp={PRESET}", *FEW)
-    code, text = run(capsys, *arguments, "trainer.gpu_memory_gib=22", "trainer.host_memory_gib=24")
-    assert code == 1 and "host memory: of the 24.0 GiB of a node it is 0.5 GiB short" in text
+    code, text = run(capsys, *arguments, "trainer.gpu_memory_gib=22", "trainer.host_memory_gib=20")
+    assert code == 1 and "host memory: of the 20.0 GiB of a node it is 1.5 GiB short" in text
     code, text = run(capsys, *arguments, "trainer.gpu_memory_gib=22", "trainer.host_memory_gib=64")
     assert code == 0 and "; it has 64.0" in text
-    code, text = run(capsys, *arguments, "trainer.host_memory_gib=24")
-    assert code == 0 and re.search(r"24 GB \(22.0 GiB\) it is short of 0.5 GiB of host memory", text)
+    code, text = run(capsys, *arguments, "trainer.host_memory_gib=20")
+    assert code == 0 and re.search(r"24 GB \(22.0 GiB\) it is short of 1.5 GiB of host memory", text)
 
 
 def test_a_folder_with_config_json_alone_is_enough(capsys: pytest.CaptureFixture[str]) -> None:

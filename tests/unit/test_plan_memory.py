@@ -383,7 +383,7 @@ def test_rollout_by_hand() -> None:
     parts = dict(rollout_peak(job(tp=2, sp=2), settings(), 12345).parts)
     assert parts["KV cache"] == 12345 and parts["engine weights"] == 2 * P // 2
     assert parts["masters and AdamW"] == 12 * P // 2
-    assert parts["engine workspace"] == k.ENGINE_ASLEEP + 64 * 2 * (30 + 30) + 16 * 1000 * 4 * k.ENGINE_LOGIT_COPIES
+    assert parts["engine workspace"] == k.ENGINE_AWAKE + 64 * 2 * (30 + 30) + 16 * 1000 * 4 * k.ENGINE_LOGIT_COPIES
     assert parts["CUDA and NCCL"] == k.CUDA_CONTEXT + k.NCCL
     parked = settings(offload_during_rollout=True)
     assert dict(rollout_peak(job(), parked, 0).parts)["masters and AdamW"] == 0
