@@ -40,6 +40,7 @@ from fastgrpo.checkpoint.places import Places
 from fastgrpo.checkpoint.room import Share, check_room, make_anew
 from fastgrpo.checkpoint.tensors import (
     ShardPlanner,
+    copied_bytes,
     copy_to_host,
     full_masters,
     plan_files,
@@ -155,7 +156,7 @@ class Saver:
     def _has_room(self) -> bool:
         """Whether this host can hold the copies of its ranks; the same on all ranks."""
         tensors = training_tensors(self._policy.module, self._optimizer).values()
-        size = sum(host_memory.pinned(local(tensor).nbytes) for tensor in tensors)
+        size = copied_bytes(tensors)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(self._mesh.world)))
         room = all(self._mesh.gather(host_memory.fits(size, ranks)))
         if not room and not self._said_no_room and self._mesh.is_main:

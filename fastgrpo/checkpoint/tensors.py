@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fastgrpo.checkpoint.checksum import write_checksums
 from fastgrpo.checkpoint.index import read_index
+from fastgrpo.host_memory import pinned
 from fastgrpo.policy.host_adamw import new_moment
 from fastgrpo.policy.weights import local
 
@@ -47,6 +48,12 @@ def training_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def trained_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def copied_bytes(tensors: Iterable[Tensor]) -> int:
+    """What `copy_to_host` takes of the host: pinned memory is rounded up by torch."""
+    shards = [local(tensor) for tensor in tensors]
+    return sum(pinned(shard.nbytes) if shard.is_cuda else shard.nbytes for shard in shards)
 
 
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgrpo import hub
 from fastgrpo.errors import UserError
 from fastgrpo.records import RewardRequest
 from fastgrpo.reward.endpoint import Endpoint, EndpointError, authorization
@@ -37,6 +36,8 @@ def build(label: str, config: RewardFunctionConfig, setting: Setting) -> RewardF
         header = authorization(config.api_key_env, f"{option}.api_key_env")
         make = partial(Endpoint, config.url, header, config.max_retries, setting.timeout_s)
         return RewardFunction(label, f"model at {config.url}", config.weight, partial(load_endpoint, make))
+    from fastgrpo import hub  # with its client library; workers import this module and need neither
+
     return ModelReward(label, config, hub.resolve_model(config.path or "", option=f"{option}.path"))
 
 

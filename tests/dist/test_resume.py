@@ -425,7 +425,7 @@ def test_another_run_is_not_continued(
     configured = document(tmp_path, tiny_model, **VALIDATED) | {"other_model": str(make_tiny_model(seed=1))}
     change(configured)
     del configured["other_model"]
-    refused = runs.start(2, configured)
+    refused = runs.start(2, configured, faults="end_soon")
     assert sorted(refused.wait()) == [MISUSE, ENDED]  # all ranks meet it, one speaks
     assert reason in refused.output()
     assert rows(folder) == rows(unbroken[0])  # nothing was touched

@@ -262,7 +262,7 @@ def test_a_run_whose_last_checkpoint_is_lost_is_not_finished(
     assert [json.loads(line)["layout"]["world"] for line in (run / "starts.jsonl").read_text().splitlines()] == [2, 1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_mistake_in_a_reward_in_the_middle_of_a_run_saves_first(
     ranks: int, runs: SmallRuns, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ from fastgrpo_kernels import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on the infinities of these tests
 INF, NAN = math.inf, math.nan
+slow = pytest.mark.slow  # an interpreter is; `make test-all` runs them by test_triton_forms.py
 
 
 @pytest.fixture
@@ -83,10 +84,22 @@ def test_loss_values_and_gradients(form, V, H, N):
     grpo_tests.test_everything_at_once_equals_full_logits(V, H, N, 7)
 
 
+OPTIONS = [{"softcap": 4.0, "logit_scale": 1.5}, {"clip_low": 0.5, "clip_c": 1.5}, {}]
+
+
 @pytest.mark.parametrize(
-    "options", [{"softcap": 4.0, "logit_scale": 1.5}, {"clip_low": 0.5, "clip_c": 1.5}, {}], ids=str
+    ("options", "without"),
+    [
+        *((options, "") for options in OPTIONS),
+        *(({}, without) for without in ("old_logprobs_N", "sampler_logprobs_N")),
+        *(  # what changes the logits or the limits, in a row without one of its inputs
+            pytest.param(options, without, marks=slow)
+            for options in OPTIONS[:2]
+            for without in ("old_logprobs_N", "sampler_logprobs_N")
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("without", ["", "old_logprobs_N", "sampler_logprobs_N"])
 def test_each_option(form, options, without):
     grpo_tests.test_each_option_equals_full_logits(options, without)
 
@@ -127,7 +140,7 @@ def test_nothing_past_the_vocabulary_counts(form, V):  # B10
     logprob_tests.test_nothing_past_the_vocabulary_counts(V)
 
 
-@pytest.mark.parametrize("scale", [0.0, 30.0, 1e18])
+@pytest.mark.parametrize("scale", [0.0, pytest.param(30.0, marks=slow), 1e18])
 def test_any_logits(form, scale):
     logprob_tests.test_bounds_hold_for_any_logits(scale)
     grpo_tests.test_finite_for_any_logits(scale)
@@ -151,27 +164,25 @@ def test_what_is_not_a_number_is_seen(form, entropy_coef):
         grpo_tests.test_nan_of_a_row_that_counts_is_seen({name: NAN})
 
 
-def test_several_chunks(form, monkeypatch):
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_several_chunks(form, entropy_coef, monkeypatch):
     """Chunks and sub-chunks of 8 rows: the sum of dW is written first and added to then."""
     monkeypatch.setattr(_sweep, "_ROW_MULTIPLE", 8)
     hidden, weight, target, bias, temperature = grpo_tests.problem(37, 97, 24)
     rows = grpo_tests.row_inputs(37, torch.full((37,), -2.0))
-    for entropy_coef in (0.0, 0.1):
-        results = []
-        for impl, chunk_bytes in ((form, 4 * 97 * 60), (form, 1 << 30), ("reference", 1 << 30)):
-            inputs = grpo_tests.leaves(hidden, weight, bias)
-            accumulator = torch.ones_like(weight)
-            options = {"kl_coef": 0.1, "entropy_coef": entropy_coef, "chunk_bytes": chunk_bytes, "impl": impl, **rows}
-            out = linear_grpo_loss(*inputs[:2], target, temperature, bias_V=inputs[2], **options)
-            out.loss.backward()
-            again = linear_grpo_loss(
-                *inputs[:2], target, temperature, bias_V=bias, weight_grad_VH=accumulator, **options
-            )
-            torch.autograd.grad(again.loss, inputs[0])
-            results.append((out.logprobs_N, inputs[0].grad, inputs[1].grad, inputs[2].grad, accumulator - 1))
-        for result in results[:2]:
-            for got, want in zip(result, results[2], strict=True):
-                assert grpo_tests.relative(got, want.double()) < 4e-6
+    results = []
+    for impl, chunk_bytes in ((form, 4 * 97 * 60), (form, 1 << 30), ("reference", 1 << 30)):
+        inputs = grpo_tests.leaves(hidden, weight, bias)
+        accumulator = torch.ones_like(weight)
+        options = {"kl_coef": 0.1, "entropy_coef": entropy_coef, "chunk_bytes": chunk_bytes, "impl": impl, **rows}
+        out = linear_grpo_loss(*inputs[:2], target, temperature, bias_V=inputs[2], **options)
+        out.loss.backward()
+        again = linear_grpo_loss(*inputs[:2], target, temperature, bias_V=bias, weight_grad_VH=accumulator, **options)
+        torch.autograd.grad(again.loss, inputs[0])
+        results.append((out.logprobs_N, inputs[0].grad, inputs[1].grad, inputs[2].grad, accumulator - 1))
+    for result in results[:2]:
+        for got, want in zip(result, results[2], strict=True):
+            assert grpo_tests.relative(got, want.double()) < 4e-6
 
 
 def test_the_rows_a_byte_budget_buys():
@@ -262,7 +273,7 @@ def test_token_terms_equal_the_torch_form(policy_loss, kl_type):
         lambda: logprob_tests.test_values_and_gradients_equal_full_logits(100, 40, 19, 7),
         lambda: grpo_tests.test_everything_at_once_equals_full_logits(257, 24, 19, 7),
         lambda: grpo_tests.test_each_option_equals_full_logits({"softcap": 4.0, "logit_scale": 1.5}, ""),
-        lambda: logprob_tests.test_bounds_hold_for_any_logits(0.0),
+        pytest.param(lambda: logprob_tests.test_bounds_hold_for_any_logits(0.0), marks=slow),
         lambda: logprob_tests.test_bounds_hold_for_any_logits(1e18),
         lambda: grpo_tests.test_finite_for_any_logits(1e18),
         lambda: grpo_tests.test_no_valid_row(4, -100),
@@ -274,11 +285,15 @@ def test_refined_rows_keep_every_promise(form, refined, test):
     test()
 
 
-def test_refined_rows_far_and_masked(form, refined, monkeypatch):
+def test_refined_rows_far_and_masked(form, refined):
     test_a_tile_far_above_the_target(form)
     test_tokens_masked_by_the_bias(form)
     logprob_tests.test_a_near_certain_token_keeps_the_digits_that_it_lacks_to_one()
-    test_several_chunks(form, monkeypatch)
+
+
+@pytest.mark.parametrize("entropy_coef", [pytest.param(0.0, marks=slow), 0.1])
+def test_refined_rows_in_several_chunks(form, refined, entropy_coef, monkeypatch):
+    test_several_chunks(form, entropy_coef, monkeypatch)
 
 
 @pytest.mark.parametrize("target_is_exact", [True, False])

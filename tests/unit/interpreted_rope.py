@@ -53,15 +53,21 @@ def loss_of(logits):
     return (logits.log_softmax(-1) * weights).sum()
 
 
-def gradients_of(lm, logits):
+def with_gradients(lm, logits):
+    """`logits` and the gradient of each parameter that is trained."""
     trained = {name: p for name, p in lm.named_parameters() if p.requires_grad}
-    return dict(zip(trained, torch.autograd.grad(loss_of(logits), list(trained.values())), strict=True))
+    gradients = torch.autograd.grad(loss_of(logits), list(trained.values()))
+    return logits.detach(), dict(zip(trained, gradients, strict=True))
 
 
-def assert_same(lm, plain, actual, expected, tolerance=1e-11):
+def packed(lm):
+    return with_gradients(lm, packed_logits(lm))
+
+
+def assert_same(found, wanted, tolerance=1e-11):
     """Values within `tolerance` of the largest, and the gradient of each parameter within it of its norm."""
+    (actual, gradients), (expected, right) = found, wanted
     assert (actual - expected).abs().max() < tolerance * expected.abs().max()
-    gradients, right = gradients_of(lm, actual), gradients_of(plain, expected)
     assert list(gradients) == list(right)
     for name, gradient in right.items():
         assert gradient.norm() > 0
@@ -88,15 +94,16 @@ def test_values_and_gradients_are_those_of_transformers(make_tiny_model, family,
     folder = make_tiny_model(family, **options)
     plain, separate, lm = model_of(folder), model_of(folder, "eager"), model_of(folder)
     assert liger.use_liger_modules(lm) == 2
-    assert_same(lm, plain, packed_logits(lm), packed_logits(plain))
+    found = packed(lm)
+    assert_same(found, packed(plain))
     expected = torch.cat([separate(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences()])
-    assert_same(lm, separate, packed_logits(lm), expected, tolerance=3e-6)
+    assert_same(found, with_gradients(separate, expected), tolerance=3e-6)
 
 
 def test_float32(make_tiny_model):
     plain, lm = (model_of(make_tiny_model("qwen3"), dtype=torch.float32) for _ in range(2))
     assert liger.use_liger_modules(lm) == 2
-    assert_same(lm, plain, packed_logits(lm), packed_logits(plain), tolerance=1e-5)
+    assert_same(packed(lm), packed(plain), tolerance=1e-5)
 
 
 def test_adapters_on_every_projection(make_tiny_model):
@@ -110,8 +117,9 @@ def test_adapters_on_every_projection(make_tiny_model):
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     plain, lm = models
     assert liger.use_liger_modules(lm) == 2
-    assert_same(lm, plain, packed_logits(lm), packed_logits(plain))
-    assert sum(".self_attn." in name for name in gradients_of(lm, packed_logits(lm))) == 2 * 4 * 2
+    found = packed(lm)
+    assert_same(found, packed(plain))
+    assert sum(".self_attn." in name for name in found[1]) == 2 * 4 * 2
 
 
 def test_a_window_that_is_too_short_is_still_refused(make_tiny_model):

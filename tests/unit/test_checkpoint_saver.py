@@ -11,7 +11,8 @@ import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ from fastgrpo.checkpoint.checksum import crc32, safetensors_crc32
 from fastgrpo.checkpoint.folders import find_checkpoints, read_manifest
 from fastgrpo.checkpoint.places import Places
 from fastgrpo.checkpoint.random_state import random_state, set_random_state
-from fastgrpo.checkpoint.tensors import copy_to_host, training_tensors
+from fastgrpo.checkpoint.tensors import copied_bytes, copy_to_host, training_tensors
 from fastgrpo.config import OptimConfig, TrainerConfig
 from fastgrpo.errors import UserError
 from fastgrpo.mesh import Mesh
 from fastgrpo.policy.model import Policy, build_policy
 from fastgrpo.policy.optim import apply_update, build_adamw
+from fastgrpo.policy.weights import local
 
 
 def make_policy(folder: Path, mesh: Mesh) -> tuple[Policy, torch.optim.Optimizer]:
@@ -42,7 +44,7 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, seed: int = 0) -> N
     torch.manual_seed(seed)
     for parameter in policy.module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.to_local().normal_()
+        local(parameter.grad).normal_()
     apply_update(optimizer, 1e-2, 1.0)
 
 
@@ -329,12 +331,17 @@ def test_random_state_is_plain_and_exact() -> None:
     assert draw() == first
 
 
+def test_a_copy_from_a_gpu_is_pinned_and_rounded_up() -> None:
+    there = [SimpleNamespace(nbytes=size, is_cuda=True) for size in (1000, 1024, 1025)]
+    assert copied_bytes(cast("Any", [*there, torch.zeros(250)])) == 1024 + 1024 + 2048 + 1000
+
+
 def test_without_room_for_a_copy_the_save_is_waited_for(
     tiny_model: Path, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = make_policy(tiny_model, mesh)
     state = training_tensors(made[0].module, made[1]).values()
-    needed = sum(1 << (tensor.to_local().nbytes - 1).bit_length() for tensor in state)  # as pinned memory is rounded
+    needed = sum(local(tensor).nbytes for tensor in state)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory.RESERVE + needed - 1)
     saving = saver_of(tmp_path, made, tiny_model, mesh)
     with caplog.at_level(logging.WARNING):

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -111,16 +112,24 @@ def test_a_preset_leaves_nothing_of_another_that_acts(tmp_path: Path, name: str,
     """On top of any other, it comes to what it comes to alone, up to options that then act on nothing."""
     (tmp_path / "mine.yaml").write_text(f"exp: quickstart\nalgorithm: {before}\n")
     over = read_config([f"+exp={tmp_path}/mine.yaml", f"algorithm={name}"])
-    alone = read_config(["+exp=quickstart", f"algorithm={name}"])
-    for config in (over, alone):
-        actor, algorithm = config.actor, config.algorithm
-        if actor.policy_loss in ("sapo", "reinforce"):
-            actor.clip_ratio_low = actor.clip_ratio_high = 0.2
-        if not actor.use_kl_loss:
-            actor.kl_loss_coef = 0.001
-        if not algorithm.use_kl_in_reward:
-            algorithm.kl_ctrl.kl_coef = 0.001
-    assert over == alone
+    assert what_acts(over) == alone(name)
+
+
+def what_acts(config: RunConfig) -> RunConfig:
+    """`config`, the options that act on nothing in it at their default."""
+    actor, algorithm = config.actor, config.algorithm
+    if actor.policy_loss in ("sapo", "reinforce"):
+        actor.clip_ratio_low = actor.clip_ratio_high = 0.2
+    if not actor.use_kl_loss:
+        actor.kl_loss_coef = 0.001
+    if not algorithm.use_kl_in_reward:
+        algorithm.kl_ctrl.kl_coef = 0.001
+    return config
+
+
+@cache
+def alone(name: str) -> RunConfig:
+    return what_acts(read_config(["+exp=quickstart", f"algorithm={name}"]))
 
 
 def test_presets_set_what_their_papers_say() -> None:

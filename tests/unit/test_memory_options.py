@@ -47,7 +47,6 @@ from fastgrpo.policy.model import blocks
 from fastgrpo.policy.weights import full_tensors
 from fastgrpo.records import StepRecord
 from fastgrpo.rollout.hf import HfEngine
-from made_model import reward_of
 
 # ---- configuration -> build_policy
 
@@ -228,7 +227,9 @@ def trained(
             return full_tensors(*arguments)
 
         with one_process():
-            trainer = Trainer(build(document), prompts=["Say hello.", "Name a colour."], reward=reward_of)
+            # A lambda goes to the worker as code; a function of a module would have it import torch.
+            prompts, reward = ["Say hello.", "Name a colour."], lambda response: sum(map(ord, response)) % 1000 / 1000
+            trainer = Trainer(build(document), prompts=prompts, reward=reward)
             optimizer = trainer.stages.actor.optimizer
             assert trainer.stages.share.max_tokens == 96
 

@@ -105,17 +105,18 @@ def check_scripted(responses: list[str], scores: list[Score]) -> None:
             assert (score.total, score.status, score.error) == (float(response), "scored", None)
 
 
-def test_bad_samples_beside_good_ones() -> None:
-    """Ten calls in a row; the good ones in order, the bad ones counted, within the timeout and a margin."""
+@pytest.mark.parametrize("calls", [5, pytest.param(10, marks=pytest.mark.slow)])
+def test_bad_samples_beside_good_ones(calls: int) -> None:
+    """`calls` in a row; the good ones in order, the bad ones counted, within the timeout and a margin."""
     responses = ["1", "2", "sleep", "3", "spin", "4", "raise", "5", "6", "7", "8"]
     with running(scripted, num_workers=4, timeout_s=0.5) as runner:
         runner.start()
         seconds = []
-        for _ in range(10):
+        for _ in range(calls):
             start = time.monotonic()
             check_scripted(responses, runner.score(requests(*responses)))
             seconds.append(time.monotonic() - start)
-        assert sorted(seconds)[7] < 0.5 + MARGIN_S  # two may meet a busy moment of the machine
+        assert sorted(seconds)[-3] < 0.5 + MARGIN_S  # two may meet a busy moment of the machine
 
 
 def test_every_way_to_die() -> None:
