@@ -53,6 +53,7 @@ class Job:
     tp: int
     longest: int  # tokens, prompt and response
     most_tokens: int  # that a rank can have in one forward, whatever the budget
+    most_is_an_update: bool  # with a budget of most_tokens an update is one micro-batch, however long its sequences are
     step_tokens: int  # of all sequences of a step at their longest
     wanted_sequences: int  # that an engine would draw at once
     max_num_seqs: int
@@ -92,6 +93,7 @@ class Job:
             tp=layout.tp,
             longest=layout.max_sequence_tokens,
             most_tokens=-(-sequences * layout.max_sequence_tokens // layout.sp),
+            most_is_an_update=layout.dp == 1 and layout.max_sequences_per_micro_batch is None,
             step_tokens=layout.sequences_per_step * layout.max_sequence_tokens,
             wanted_sequences=min(rollout.max_num_seqs, -(-layout.sequences_per_step // layout.engines)),
             max_num_seqs=rollout.max_num_seqs,

@@ -7,6 +7,8 @@ Training is at its highest at one of these moments, and the plan is the largest 
 
     head      end of the forward: every kept activation, and the buffers of the logits
     backward  one block's activations again, its gradients on their way through the reduce-scatter
+    first     the same of the first block, when an update is one micro-batch: that has no gradients before its backward,
+              and all of them when hardly an activation is left
     outer     the reduce-scatter of embedding and output layer, everything else gone
     scoring   a forward of the reference, without gradients
     update    AdamW with offload_optimizer: its moments visit the device, those of embedding and output layer last
@@ -52,11 +54,15 @@ def training_moments(job: Job, settings: Settings) -> list[Peak]:
         ("reference", reference_state(job, settings)),
     ]
     with_gradients = [*state, ("gradients", gradient_shards(job, settings))]
+    alone = job.most_is_an_update and settings.max_tokens_per_gpu >= job.most_tokens
+    before = state if alone else with_gradients
     moments = [
-        Peak("head", (*with_gradients, *_at_head(job, settings))),
-        Peak("backward", (*with_gradients, *_at_backward(job, settings))),
+        Peak("head", (*before, *_at_head(job, settings))),
+        Peak("backward", (*before, *_at_backward(job, settings))),
         Peak("outer", (*with_gradients, ("gradients being reduced", _reduced(job, job.outer_trained)))),
     ]
+    if alone:
+        moments.append(Peak("first", (*with_gradients, *_at_first_block(job, settings))))
     if settings.offload_optimizer:
         moments.append(Peak("update", (*with_gradients, ("AdamW's visits", _visits(job)))))
         moments.append(Peak("last visit", (*state, *_at_last_visit(job))))
@@ -102,17 +108,32 @@ def _at_head(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
 
 def _at_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
     model, tokens, c = job.model, row_tokens(job, settings), job.compute_width
-    alone = k.GATHERED_BLOCKS_ALONE if job.shard == 1 else k.GATHERED_BLOCKS
-    blocks = alone if settings.reshard_after_forward else model.layers
     every = settings.gradient_checkpointing
     # Blocks 0, k, 2k, ... are recomputed; when the last of them is, the whole ones behind it have been freed.
     whole_behind = (model.layers - 1) % every if every else 0
     own_input = c * model.hidden  # kept already
     recomputed = block_activations(job, settings) - own_input if every and not whole_behind else 0
     return (
-        ("gathered weights", c * (model.outer_parameters + blocks * job.block_whole)),
         ("activations", kept_activations(job, settings)),
         ("a block's backward", tokens * recomputed + _block_scratch(job, settings)),
+        *_beside_a_backward(job, settings),
+    )
+
+
+def _at_first_block(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
+    activations = row_tokens(job, settings) * block_activations(job, settings)
+    return (
+        ("a block's backward", activations + _block_scratch(job, settings)),
+        *_beside_a_backward(job, settings),
+    )
+
+
+def _beside_a_backward(job: Job, settings: Settings) -> tuple[tuple[str, int], ...]:
+    model, c = job.model, job.compute_width
+    alone = k.GATHERED_BLOCKS_ALONE if job.shard == 1 else k.GATHERED_BLOCKS
+    blocks = alone if settings.reshard_after_forward else model.layers
+    return (
+        ("gathered weights", c * (model.outer_parameters + blocks * job.block_whole)),
         ("gradients being reduced", (c + k.REDUCED) * job.block_trained),  # its own, the block's before it
         ("head's gradient", 0 if job.lora_rank else c * model.head_parameters),
     )

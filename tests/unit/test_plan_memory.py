@@ -150,6 +150,7 @@ def job(**changes: Any) -> Job:
         tp=1,
         longest=100,
         most_tokens=10_000,
+        most_is_an_update=False,
         step_tokens=5000,
         wanted_sequences=8,
         max_num_seqs=16,
@@ -239,6 +240,21 @@ def test_training_state_is_sharded_and_offloaded() -> None:
     assert away["masters and AdamW"] == away["gradients"] == 0
     without_moments = moment("head", job(), settings(offload_optimizer=True))
     assert without_moments == {"masters": 4 * P // 2} | {k: v for k, v in parts.items() if k != "masters and AdamW"}
+
+
+def test_one_micro_batch_has_its_gradients_when_its_activations_are_gone() -> None:
+    whole = job(most_tokens=200, most_is_an_update=True)
+    for name in ("head", "backward"):
+        several = moment(name, replace(whole, most_is_an_update=False), settings())
+        assert moment(name, whole, settings()) == {part: size for part, size in several.items() if part != "gradients"}
+    first = moment("first", whole, settings())
+    assert first["gradients"] == 4 * P // 2 and "activations" not in first
+    behind = moment("backward", whole, settings())["a block's backward"]  # less the block's input, which was kept
+    assert first["a block's backward"] == behind + 200 * 2 * 10
+    assert first["gathered weights"] == 2 * (20_010 + 3 * 1200)
+    shorter = replace(whole, most_tokens=201)  # two rows
+    assert moment("head", shorter, settings())["gradients"] == 4 * P // 2
+    assert "first" not in {peak.moment for peak in training_moments(shorter, settings())}
 
 
 def test_adamws_moments_visit_the_device() -> None:

@@ -1,7 +1,8 @@
 """The planned training peak against what torch really holds: whole updates of a real FSDP2 policy, on the CPU.
 
-Two micro-batches, AdamW state made before, every row of full length, so that nothing of the plan is a mere bound. A GPU
-differs in liger's kernels, varlen attention and the engine beside it (bench/bench_memory.py measures those).
+One or two micro-batches, AdamW state made before, every row of full length, so that nothing of the plan is a mere
+bound. A GPU differs in liger's kernels, varlen attention and the engine beside it (bench/bench_memory.py measures
+those).
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ def rollouts(count: int) -> list[Rollout]:
 
 
 def planned_and_held(folder: Path, world: int, vocab: int, rows: int, mesh: Mesh | None, **options: Any) -> Any:
-    """(plan of the update, bytes that torch held at its peak) on one of `world` ranks."""
+    """(plan of the update, bytes that torch held at its peak) on one of `world` ranks. `micro`: micro-batches, 2."""
+    micro = options.pop("micro", 2)
     mesh = mesh or build_mesh("cpu", sp=1, tp=1)
     config = RunConfig()
     config.model.path = str(folder)
     config.data.max_prompt_length, config.data.max_response_length = PROMPT, 128 - PROMPT
+    config.data.train_batch_size, config.rollout.n = 8 * micro * world, 1
     config.actor.use_kl_loss, config.actor.use_liger, config.actor.max_tokens_per_gpu = False, False, TOKENS
     config.actor.head_chunk_gib = rows * 4 * vocab / 2**30
     config.actor.dtype = Dtype["float32"]
@@ -79,9 +82,9 @@ def planned_and_held(folder: Path, world: int, vocab: int, rows: int, mesh: Mesh
         lora=Lora(config.model.lora_rank, 16, ("all-linear",), 0, "base") if config.model.lora_rank else None,
     )
     trainer = Actor(policy, None, config, 10)
-    samples = rollouts(16 * world)
+    samples = rollouts(8 * micro * world)
     mini_batches = mini_batches_of(samples, np.ones(len(samples)), share_of(mesh, TOKENS), config)
-    assert [len(batch.micro) for batch in mini_batches] == [2]
+    assert [len(batch.micro) for batch in mini_batches] == [micro]
     trainer.update(mini_batches, None, None, Sums())  # makes AdamW's state
     with LiveBytes() as live:
         live.add(training_state(trainer.optimizer))
@@ -107,6 +110,14 @@ def test_one_rank(
     folder = make_tiny_model(vocab_size=vocab, **SHAPE)
     options = {"gradient_checkpointing": every, "fsdp__reshard_after_forward": reshard}
     plan, held = planned_and_held(folder, 1, vocab, rows, mesh, **options)
+    assert plan.training.moment == moment
+    assert 0.98 <= plan.training.total / held <= 1.08, plan.training
+
+
+@pytest.mark.parametrize(("vocab", "every", "moment"), [(2000, 0, "backward"), (20_000, 1, "head"), (267, 1, "first")])
+def test_one_micro_batch(mesh: Mesh, make_tiny_model: Any, vocab: int, every: int, moment: str) -> None:
+    folder = make_tiny_model(vocab_size=vocab, **SHAPE)
+    plan, held = planned_and_held(folder, 1, vocab, 256, mesh, gradient_checkpointing=every, micro=1)
     assert plan.training.moment == moment
     assert 0.98 <= plan.training.total / held <= 1.08, plan.training
 
