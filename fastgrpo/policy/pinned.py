@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -43,10 +44,13 @@ def pinned_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = prod(shape) * dtype.itemsize
     if size == 0:
         return torch.empty(shape, dtype=dtype)
-    pages = _Pages(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer of them to pin
-        pages.madvise(mmap.MADV_HUGEPAGE)
     try:
+        pages = _Pages(-1, size)
+        # Large pages are fewer to pin. And a child has no part in them: the first write after a fork would go to a copy
+        # of the page, and the GPU would go on with the old one (torch's own are the driver's, which no child shares).
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(AttributeError, OSError):  # not known to this system
+                pages.madvise(getattr(mmap, advice))
         return pages.pin().view(dtype).view(*shape)
-    except RuntimeError:
+    except (OSError, RuntimeError):
         return torch.empty(shape, dtype=dtype, pin_memory=True)

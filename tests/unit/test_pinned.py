@@ -4,6 +4,8 @@ On a GPU: what CUDA says of it, and copies both ways."""
 from __future__ import annotations
 
 import mmap
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +73,38 @@ def test_another_tensor_can_move_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not runtime.registered
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells of a mapping's flags")
+def test_a_child_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    made = pinned_empty((1 << 20,), torch.float32)
+    assert "dc" in flags_of(made.data_ptr()) and "dc" not in flags_of(torch.ones(1 << 20).data_ptr())
+
+
+def flags_of(address: int) -> list[str]:
+    """Linux's, of the mapping around an address: "dc" is "do not copy on fork"."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("no mapping there")
+
+
 def test_nothing_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = install(monkeypatch)
     assert pinned_empty((0, 5), torch.float32).shape == (0, 5) and not runtime.registered
+
+
+def refuse(self: Any, advice: int) -> None:
+    raise OSError(22, "Invalid argument")
+
+
+def test_advice_that_a_system_does_not_take_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgrpo.policy.pinned._Pages.madvise", refuse)
+    runtime = install(monkeypatch)
+    made = pinned_empty((2, 3), torch.float32)
+    assert runtime.registered == {made.data_ptr(): 24}
 
 
 def test_where_cuda_refuses_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
