@@ -27,6 +27,7 @@ def engine_arguments(config: RunConfig, mesh: Mesh, model_dir: Path) -> dict[str
         trust_remote_code=config.model.trust_remote_code,
         distributed_executor_backend="external_launcher",
         worker_cls="fastgrpo.rollout.vllm_worker.NotingWorker",
+        scheduler_cls="fastgrpo.rollout.vllm_scheduler.make_scheduler",
         tensor_parallel_size=mesh.tp,
         disable_custom_all_reduce=True,
         seed=config.trainer.seed + mesh.engine,  # equal inside a TP group, as its ranks must draw alike
