@@ -29,6 +29,9 @@ class BlockKeeper:
         self._manager = manager
         self._block_size = block_size
         self._nothing_new = manager.empty_kv_cache_blocks
+        for name in set(dir(type(manager))) - set(dir(type(self))):  # some are asked for each sequence of a step
+            if callable(getattr(type(manager), name)):
+                setattr(self, name, getattr(manager, name))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -39,7 +39,8 @@ def options(
     sizes: dict[str, Any] = dict(max_num_batched_tokens=64, max_num_seqs=6, max_model_len=LONGEST)
     plan = SchedulerConfig(**sizes, is_encoder_decoder=False, async_scheduling=ahead, enable_chunked_prefill=True)
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=caching)
-    config = VllmConfig(model_config=model, scheduler_config=plan, cache_config=cache)
+    device = DeviceConfig(device="cpu")
+    config = VllmConfig(model_config=model, scheduler_config=plan, cache_config=cache, device_config=device)
     config.scheduler_config.async_scheduling = ahead  # which a CPU's platform takes back
     cache.num_gpu_blocks = blocks
     of_a_head: dict[str, Any] = dict(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
