@@ -1,14 +1,15 @@
 """vLLM's scheduler, which leaves its bookkeeping of cache blocks alone where a decode step changes nothing in it.
 
     a sequence's next token, in its block of 16
-     0            needs a new block, and makes the block before one that may be shared   -> vLLM
-     1 ... 14     changes nothing                                                        -> no blocks, at once
-    15            fills the block                                                        -> vLLM
+     0            needs a new block                                      -> vLLM
+     1 ... 14     changes nothing                                        -> no blocks, at once
+    15            fills the block, which may be shared from then on      -> vLLM, now or when the token has been read
 
 vLLM plans each step in Python, for every sequence anew, while the device works on the step before. With a small model
 the planning takes longer than the kernels, and most of it is the bookkeeping of blocks. What is planned is vLLM's to
 the last field. Not here: sequences that start, that are preempted or come back, and every other decision; nor models
-with a window, a state or several kinds of caches, and drafted tokens: vLLM's bookkeeping answers for all of those.
+with a window, a state or several kinds of caches, drafted tokens, and blocks from elsewhere: vLLM's own bookkeeping
+answers for all of those.
 
 vLLM imports this module by name (`scheduler_cls`) in a process that serves; nothing else may.
 """
@@ -42,13 +43,18 @@ class BlockKeeper:
             return self._nothing_new
         return self._manager.allocate_slots(request, num_new_tokens, *args, **options)
 
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Called with each token that is read. A prompt's blocks are shared where its slots are allocated."""
+        if num_computed_tokens % self._block_size == 0:
+            self._manager.cache_blocks(request, num_computed_tokens)
+
 
 def make_scheduler(*, vllm_config: Any, **options: Any) -> Any:
     """vLLM's own for this configuration, with a BlockKeeper where the model lets it have one."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
     scheduler: Any = kind(vllm_config=vllm_config, **options)
     block_size = plain_block_size(scheduler.kv_cache_manager)
-    if block_size is not None and vllm_config.speculative_config is None:
+    if block_size is not None and vllm_config.speculative_config is None and scheduler.connector is None:
         scheduler.kv_cache_manager = BlockKeeper(scheduler.kv_cache_manager, block_size)
     return scheduler
 

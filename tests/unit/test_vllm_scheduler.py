@@ -143,6 +143,7 @@ def test_vllm_is_asked_where_something_may_change() -> None:
     manager = SimpleNamespace(
         empty_kv_cache_blocks="nothing new",
         allocate_slots=lambda *args, **options: asked.append((*args, options)) or "vLLM's",
+        cache_blocks=lambda *args: asked.append(args),
         block_pool="the pool",
     )
     keeper = BlockKeeper(manager, 16)
@@ -161,6 +162,10 @@ def test_vllm_is_asked_where_something_may_change() -> None:
     for args, given in others:  # a prompt's piece, drafted tokens, a sequence that starts
         request = at(40)
         assert keeper.allocate_slots(request, *args, **given) == "vLLM's" and asked[-1] == (request, *args, given)
+    asked.clear()
+    for computed in range(30, 50):
+        keeper.cache_blocks(at(computed), computed)
+    assert asked == [(at(32), 32), (at(48), 48)]
 
 
 def at(computed: int) -> Any:
