@@ -128,7 +128,8 @@ def _read(config: RunConfig, where: _Where) -> tuple[Sizes, Layout]:
 
 
 def _model(path: str, option: str, shapes: Path | None, trust_remote_code: bool) -> ModelSizes:
-    if shapes is not None and (shapes / Path(path).name / "config.json").is_file():
+    # A folder that is there speaks for itself.
+    if shapes is not None and not Path(path).is_dir() and (shapes / Path(path).name / "config.json").is_file():
         return read_sizes(shapes / Path(path).name)
     folder = hub.resolve_model(path, need_weights=False, option=option)
     return read_sizes(folder, trust_remote_code=trust_remote_code)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -492,6 +494,17 @@ def test_a_folder_with_config_json_alone_is_enough(capsys: pytest.CaptureFixture
     folder = SHAPES / "Qwen2.5-0.5B-Instruct"
     code, text = run(capsys, "+exp=rules_zh", f"model.path={folder}", "trainer.gpu_memory_gib=24")
     assert code == 0 and "KV cache" in text
+
+
+def test_a_folder_that_is_there_is_read_whatever_its_name(
+    capsys: pytest.CaptureFixture[str], make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(make_tiny_model(), tmp_path / "Qwen3-8B")
+    arguments = ("--shapes", str(SHAPES), "+exp=quickstart", "trainer.gpu_memory_gib=8")
+    code, text = run(capsys, *arguments, f"model.path={tmp_path / 'Qwen3-8B'}")
+    assert code == 0 and "engine weights" not in text  # a tiny model: less than is shown
+    code, text = run(capsys, *arguments, "model.path=Qwen/Qwen3-8B")
+    assert code == 1 and "engine weights 30.5" in text
 
 
 @pytest.mark.parametrize(
