@@ -4,6 +4,7 @@ vLLM is asked then; models for which it stays away."""
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,7 @@ def requests(seed: int) -> list[Request]:
 
 def drawn(name: str, position: int) -> int:
     """Seldom the token that ends a sequence."""
-    return END if (number := hash((name, position)) % 200) == 0 else 10 + number
+    return END if (number := zlib.crc32(f"{name} {position}".encode()) % 200) == 0 else 10 + number
 
 
 def steps(scheduler: Any, asked: list[Request]) -> list[Any]:
